@@ -1,0 +1,63 @@
+# Everything runs in .venv, made on the first call from the versions in constraints.txt; nothing global is needed.
+#
+#   make train    train a small language model, and measure its gradient against the whole batch's
+#   make test     the tests
+#   make lint types docs bench
+#
+# PYTHON is the interpreter of a new .venv (the pinned versions need 3.11 or newer; the library runs on 3.10).
+# TORCH  is what pip installs as torch. A Linux machine without a GPU can save gigabytes with
+#        make test TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu"
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+TORCH  ?= torch==2.13.0
+
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+PINNED := --constraint constraints.txt
+
+.PHONY: train test lint types docs bench tables clean
+
+train: .venv/.run
+	$(BIN)/wholebatch train $(ARGS)
+
+test: .venv/.dev
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: .venv/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: .venv/.dev
+	$(BIN)/mypy
+
+docs: .venv/.dev
+	$(BIN)/sphinx-build -W --keep-going -q -b html docs docs/_build/html
+	@echo "docs/_build/html/index.html"
+
+bench: .venv/.dev
+	$(BIN)/python benchmarks/exactness.py
+	$(BIN)/python benchmarks/overhead.py
+	$(BIN)/python benchmarks/variable_length.py
+	$(BIN)/python benchmarks/tables.py
+
+tables: .venv/.dev
+	$(BIN)/python benchmarks/tables.py
+
+clean:
+	rm -rf .venv docs/_build build dist .pytest_cache .mypy_cache .ruff_cache
+
+# The stamps: a second call installs nothing unless the lists have changed.
+.venv/.torch: constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "wholebatch: the pinned versions need Python 3.11 or newer; this is %s. Choose one: make PYTHON=python3.12" % sys.version.split()[0])'
+	@echo "making .venv with $(PYTHON) and $(TORCH)"
+	$(PYTHON) -m venv .venv
+	$(PIP) $(TORCH)
+	@touch $@
+
+.venv/.run: .venv/.torch pyproject.toml
+	$(PIP) $(PINNED) --editable .
+	@touch $@
+
+.venv/.dev: .venv/.torch pyproject.toml
+	$(PIP) $(PINNED) --editable '.[dev]'
+	@touch $@ .venv/.run
