@@ -1,0 +1,29 @@
+"""What holds for every test: one thread, fixed draws, no network."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+from tests.distributed.fixtures import four_ranks, two_ranks  # noqa: F401
+
+# Child processes inherit these; a hub is never asked.
+os.environ.update(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
+torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def fixed_draws() -> None:
+    """Start every test from the same random state, whatever ran before it."""
+    torch.manual_seed(0)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what needs a device that is not there."""
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))

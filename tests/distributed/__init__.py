@@ -1,0 +1,8 @@
+"""Real processes for tests: run a function on every rank of a gloo group, count what they say to each other."""
+
+from __future__ import annotations
+
+from tests.distributed.collectives import Collectives
+from tests.distributed.launcher import Ranks, RanksError, run_ranks
+
+__all__ = ["Collectives", "Ranks", "RanksError", "run_ranks"]
