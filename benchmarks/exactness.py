@@ -1,0 +1,176 @@
+"""How far the usual loop and wholebatch are from the whole batch's gradient, situation by situation. Takes seconds.
+
+The truth is one backward over the whole batch in float64, on a copy of the model; both contestants run in float32. The
+usual loop is what most code does: the mean of each piece, divided by the number of pieces the loop is set to.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from record import RESULTS, quartiles, save, significant
+from torch import Tensor, nn
+
+import wholebatch as wb
+
+Batch = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Situation:
+    """One objective in three spellings, and the pieces in which it is run."""
+
+    name: str
+    model: Callable[[], nn.Module]
+    pieces: Callable[[], list[Batch]]
+    ours: Callable[[nn.Module, Batch], wb.Mean | Tensor | dict[str, wb.Mean] | None]
+    mean: Callable[[nn.Module, Batch], Tensor]
+    k: int | None = None
+    """The number of pieces that the usual loop divides by, where that is not the number there is."""
+
+
+class Tagger(nn.Module):
+    """Words to one of nine tags, with a look to the left."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.read, self.tag = nn.Embedding(200, 32), nn.GRU(32, 32, batch_first=True), nn.Linear(32, 9)
+
+    def forward(self, words: Tensor) -> Tensor:
+        return self.tag(self.read(self.embed(words))[0])
+
+
+def classifier() -> nn.Module:
+    return nn.Sequential(nn.Linear(12, 48), nn.GELU(), nn.Linear(48, 4))
+
+
+def sentences(rows: int = 32, size: int = 4, emptied: int = 0) -> list[Batch]:
+    """Sentences of log-normal length in pieces; the labels of the first pieces are all ignored if asked for."""
+    lengths = torch.exp(torch.randn(rows) * 0.9 + 2.3).round().clamp(2, 60).long()
+    words, tags = torch.randint(200, (rows, 60)), torch.randint(9, (rows, 60))
+    tags[torch.arange(60) >= lengths[:, None]] = -100
+    tags[: emptied * size] = -100
+    return cut({"words": words, "tags": tags}, size)
+
+
+def points(rows: int, size: int) -> list[Batch]:
+    """Points with a class; the classes are skewed, and a third of the rows has a box."""
+    label = torch.multinomial(torch.tensor([0.7, 0.2, 0.07, 0.03]), rows, replacement=True)
+    batch = {"x": torch.randn(rows, 12) + label[:, None], "label": label, "box": torch.rand(rows, 4)}
+    return cut({**batch, "has_box": (torch.rand(rows) < 0.3).float()}, size)
+
+
+def cut(batch: Batch, size: int) -> list[Batch]:
+    split = {name: tensor.split(size) for name, tensor in batch.items()}
+    return [dict(zip(split, parts, strict=True)) for parts in zip(*split.values(), strict=True)]
+
+
+def joined(pieces: list[Batch]) -> Batch:
+    return {name: torch.cat([piece[name] for piece in pieces]) for name in pieces[0]}
+
+
+def tags_ours(model: nn.Module, batch: Batch) -> wb.Mean:
+    return wb.losses.token_classification(model(batch["words"]), batch["tags"])
+
+
+def tags_mean(model: nn.Module, batch: Batch) -> Tensor:
+    return F.cross_entropy(model(batch["words"]).transpose(1, 2), batch["tags"])
+
+
+def rows_ours(model: nn.Module, batch: Batch) -> Tensor:
+    return F.cross_entropy(model(batch["x"]), batch["label"], reduction="none")
+
+
+def rows_mean(model: nn.Module, batch: Batch) -> Tensor:
+    return F.cross_entropy(model(batch["x"]), batch["label"])
+
+
+CLASS_WEIGHTS = torch.tensor([1.0, 4.0, 10.0, 25.0])
+
+
+def weighted_ours(model: nn.Module, batch: Batch) -> wb.Mean:
+    scores = model(batch["x"])
+    return wb.losses.cross_entropy(scores, batch["label"], weight=CLASS_WEIGHTS.to(scores.dtype))
+
+
+def weighted_mean(model: nn.Module, batch: Batch) -> Tensor:
+    scores = model(batch["x"])
+    return F.cross_entropy(scores, batch["label"], weight=CLASS_WEIGHTS.to(scores.dtype))
+
+
+def boxes_ours(model: nn.Module, batch: Batch) -> dict[str, wb.Mean]:
+    scores = model(batch["x"])
+    off = F.smooth_l1_loss(scores, batch["box"], reduction="none").sum(dim=1)
+    named = F.cross_entropy(scores, batch["label"], reduction="none")
+    return {"class": wb.mean(named), "box": 2.0 * wb.mean(off, weights=batch["has_box"])}
+
+
+def boxes_mean(model: nn.Module, batch: Batch) -> Tensor:
+    scores = model(batch["x"])
+    off = F.smooth_l1_loss(scores, batch["box"], reduction="none").sum(dim=1)
+    return F.cross_entropy(scores, batch["label"]) + 2.0 * (off * batch["has_box"]).sum() / batch["has_box"].sum()
+
+
+SITUATIONS = (
+    Situation("tokens, sentences of uneven length", Tagger, sentences, tags_ours, tags_mean),
+    Situation("one piece of 8 has only ignored labels", Tagger, lambda: sentences(emptied=1), tags_ours, tags_mean),
+    Situation("short last window: 3 pieces of 8", classifier, lambda: points(48, 16), rows_ours, rows_mean, k=8),
+    Situation("short last piece: 50 rows by 16", classifier, lambda: points(50, 16), rows_ours, rows_mean),
+    Situation("class weights 1 : 4 : 10 : 25", classifier, lambda: points(64, 8), weighted_ours, weighted_mean),
+    Situation("boxes in a third of the rows", classifier, lambda: points(64, 8), boxes_ours, boxes_mean),
+)
+
+
+def gradient(model: nn.Module) -> Tensor:
+    return torch.cat([p.grad.flatten().double() for p in model.parameters() if p.grad is not None])
+
+
+def doubled(batch: Batch) -> Batch:
+    return {name: tensor.double() if tensor.is_floating_point() else tensor for name, tensor in batch.items()}
+
+
+def errors(situation: Situation, seed: int) -> tuple[float, float]:
+    """Return the relative error of the usual loop and of wholebatch."""
+    torch.manual_seed(seed)
+    model, pieces = situation.model(), situation.pieces()
+    whole, ours = copy.deepcopy(model).double(), copy.deepcopy(model)
+    situation.mean(whole, doubled(joined(pieces))).backward()
+    for piece in pieces:
+        (situation.mean(model, piece) / (situation.k or len(pieces))).backward()
+    wb.backward(ours, situation.ours, wb.Window(pieces))
+    true = gradient(whole)
+    usual_error, our_error = (float((gradient(m) - true).norm() / true.norm()) for m in (model, ours))
+    return usual_error, our_error
+
+
+def measure(situation: Situation, seeds: int) -> dict[str, object]:
+    usual, ours = zip(*(errors(situation, seed) for seed in range(seeds)), strict=True)
+    finite = all(map(math.isfinite, usual))
+    return {
+        "situation": situation.name,
+        "usual": quartiles(usual) if finite else None,
+        "wholebatch": {"largest": significant(max(ours))},
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seeds", type=int, default=10, help="models and batches drawn for each situation")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the result")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    rows = [measure(situation, options.seeds) for situation in SITUATIONS]
+    for row in rows:
+        print(f"{row['situation']:42} usual {row['usual'] or 'NaN'}  wholebatch {row['wholebatch']}")
+    print(save("exactness", {"seeds": options.seeds, "dtype": "float32"}, rows, options.out))
+
+
+if __name__ == "__main__":
+    main()

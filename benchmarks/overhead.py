@@ -1,0 +1,137 @@
+"""What our step costs over a hand-written loop with the very same pieces. About two minutes; torch only.
+
+The two take turns step by step, in one process and in random order within each pair, on two equal models. What is kept
+is the ratio within each pair: what slows both down falls out of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from record import RESULTS, Clock, Seconds, quartiles, save, significant
+from torch import Tensor, nn
+
+import wholebatch as wb
+
+Batch = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Size:
+    """A model, and a batch cut into pieces."""
+
+    name: str
+    model: Callable[[], nn.Module]
+    rows: int
+    width: int
+    pieces: int
+
+
+def perceptron(width: int, hidden: int, layers: int) -> nn.Module:
+    sizes = [width, *[hidden] * layers]
+    blocks = [nn.Sequential(nn.Linear(a, b), nn.GELU()) for a, b in pairwise(sizes)]
+    return nn.Sequential(*blocks, nn.Linear(hidden, 10))
+
+
+class Mixer(nn.Module):
+    """Residual blocks over a sequence: many small tensors, as in a transformer."""
+
+    def __init__(self, width: int, blocks: int) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(width, 4, 2 * width, dropout=0.0, batch_first=True, norm_first=True)
+        self.blocks = nn.TransformerEncoder(layer, blocks, enable_nested_tensor=False)
+        self.head = nn.Linear(width, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.blocks(x.unflatten(1, (-1, self.head.in_features))).mean(dim=1))
+
+
+SIZES = (
+    Size("perceptron, 5 layers", lambda: perceptron(64, 48, 4), rows=64, width=64, pieces=8),
+    Size("transformer, 6 blocks", lambda: Mixer(96, 6), rows=32, width=32 * 96, pieces=8),
+    Size("perceptron, 7 layers", lambda: perceptron(1024, 1024, 6), rows=128, width=1024, pieces=4),
+)
+
+
+def our_loss(model: nn.Module, batch: Batch) -> Tensor:
+    return F.cross_entropy(model(batch["x"]), batch["y"], reduction="none")
+
+
+def our_step(model: nn.Module, size: Size) -> Callable[[Batch], Tensor]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    step = wb.Step(model, optimizer, our_loss, micro_batch_size=size.rows // size.pieces, max_grad_norm=1.0)
+    return lambda batch: step(batch).loss
+
+
+def hand_written(model: nn.Module, size: Size) -> Callable[[Batch], Tensor]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    rows = size.rows // size.pieces
+
+    def step(batch: Batch) -> Tensor:
+        total = torch.zeros(())
+        for x, y in zip(batch["x"].split(rows), batch["y"].split(rows), strict=True):
+            loss = F.cross_entropy(model(x), y) / size.pieces
+            loss.backward()
+            total += loss.detach()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return total
+
+    return step
+
+
+def timed(step: Callable[[Batch], Tensor], batch: Batch) -> Seconds:
+    with Clock() as clock:
+        step(batch)
+    return clock.seconds
+
+
+def measure(size: Size, seconds: float) -> dict[str, object]:
+    """Take turns until the time is up; the first tenth warms up and is not counted."""
+    torch.manual_seed(0)
+    model = size.model()
+    steps = {"ours": our_step(model, size), "by hand": hand_written(copy.deepcopy(model), size)}
+    batch = {"x": torch.randn(size.rows, size.width), "y": torch.randint(10, (size.rows,))}
+    order, spent, pairs = random.Random(0), 0.0, []
+    while spent < seconds * 1.1 or len(pairs) < 5:
+        pair = {name: timed(steps[name], batch) for name in order.sample(list(steps), 2)}
+        spent += pair["ours"].wall + pair["by hand"].wall
+        pairs.append((spent, pair))
+    counted = [pair for at, pair in pairs if at > seconds * 0.1] or [pair for _, pair in pairs[1:]]
+    return {
+        "model": size.name,
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "tensors": len(list(model.parameters())),
+        "pieces": size.pieces,
+        "pairs": len(counted),
+        "ratio": quartiles(p["ours"].wall / p["by hand"].wall for p in counted),
+        "cpu_ratio": quartiles(p["ours"].cpu / p["by hand"].cpu for p in counted),
+        "milliseconds": significant(1000 * quartiles(p["by hand"].wall for p in counted)["median"]),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seconds", type=float, default=40.0, help="measuring time for each of the three models")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the result")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    rows = []
+    for size in SIZES:
+        rows.append(measure(size, options.seconds))
+        print(f"{size.name:24} wall {rows[-1]['ratio']}  cpu {rows[-1]['cpu_ratio']}", flush=True)
+    print(save("overhead", {"seconds": options.seconds}, rows, options.out))
+
+
+if __name__ == "__main__":
+    main()
