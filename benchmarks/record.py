@@ -1,4 +1,4 @@
-"""What every benchmark needs: a clock for wall and process time, quartiles, results that say where they were measured."""
+"""What every benchmark needs: a clock for wall and process time, quartiles, results that say where they come from."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Real tokens a second on rows of uneven length: fixed pieces, wholebatch, three ways of the Hugging Face Trainer, no padding.
+"""Real tokens a second on rows of uneven length: fixed pieces, wholebatch, the Hugging Face Trainer, and no padding.
 
-All train the same Llama from the same start on the same rows with the same batch, optimizer and clip, and no piece may hold
-more padded tokens than ``batch / pieces`` rows of the longest length (the Trainer's ``batch_rebalance`` knows no such cap:
-its largest piece stands in the result). They take turns, one epoch each, in random order; what is kept is the ratio
-within each round. Needs the extra ``bench``; about fifteen minutes.
+All train the same Llama from the same start on the same rows with the same batch, optimizer and clip, and no piece may
+hold more padded tokens than ``batch / pieces`` rows of the longest length (the Trainer's ``batch_rebalance`` knows no
+such cap: its largest piece stands in the result). They take turns, one epoch each, in random order; what is kept is the
+ratio within each round. Needs the extra ``bench``; about fifteen minutes.
 """
 
 from __future__ import annotations
@@ -264,7 +264,7 @@ CORPORA = {"docstrings": docstrings, "log-normal": lognormal}
 
 
 def compete(setting: Setting, rounds: int) -> dict[str, list[Epoch]]:
-    """Let all run one epoch each, round after round; nothing but the last model is kept of a contestant."""
+    """Let all run one epoch each, round after round."""
     order, seen = random.Random(0), {name: [] for name in CONTESTANTS}
     for turn in range(rounds):
         for name in order.sample(list(CONTESTANTS), len(CONTESTANTS)):
@@ -276,7 +276,7 @@ def compete(setting: Setting, rounds: int) -> dict[str, list[Epoch]]:
 
 
 def row(corpus: str, name: str, seen: dict[str, list[Epoch]], setting: Setting) -> dict[str, object]:
-    """Summarise one contestant: its rates, its padding, and how much longer it took than wholebatch in the same round."""
+    """Summarise one contestant: its rates, its padding, and how much faster wholebatch was in the same round."""
     epochs, pairs = seen[name], list(zip(seen[name], seen[OURS], strict=True))
     slots, real = (sum(getattr(epoch.collate, what) for epoch in epochs) for what in ("slots", "real"))
     steps = len(epochs) * -(-len(setting.rows) // setting.batch)
