@@ -1,0 +1,51 @@
+"""Train on the batch you meant, on the memory you have.
+
+``wb.backward(model, loss_fn, batch, micro_batch_size=4)`` leaves in ``.grad`` the gradient of the whole batch. It
+takes the place of ``loss.backward()``; everything else here is a companion of that sentence.
+"""
+
+from wholebatch import losses
+from wholebatch.errors import (
+    InexactError,
+    LossError,
+    NonFiniteError,
+    OutOfMemoryError,
+    SplitError,
+    SyncError,
+    WholeBatchError,
+)
+from wholebatch.gradient import Result, backward
+from wholebatch.loss import Mean, from_mean, mean, once, total
+from wholebatch.policies import NominalBatch, scale_adam, scale_lr
+from wholebatch.sizes import Auto, Tokens
+from wholebatch.step import Step, StepResult
+from wholebatch.window import Window, windows
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Auto",
+    "InexactError",
+    "LossError",
+    "Mean",
+    "NominalBatch",
+    "NonFiniteError",
+    "OutOfMemoryError",
+    "Result",
+    "SplitError",
+    "Step",
+    "StepResult",
+    "SyncError",
+    "Tokens",
+    "WholeBatchError",
+    "Window",
+    "backward",
+    "from_mean",
+    "losses",
+    "mean",
+    "once",
+    "scale_adam",
+    "scale_lr",
+    "total",
+    "windows",
+]

@@ -1,0 +1,181 @@
+"""What each share of a window is divided by, before and after the whole batch's denominators are known."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from wholebatch.errors import InexactError, LossError
+from wholebatch.loss import Answer, Count, TermKey
+from wholebatch.precision import power_of_two, precise
+from wholebatch.sums import KNOWN, Sums
+
+Divisors = dict[TermKey, Count]
+
+
+class Denominators(Protocol):
+    """Divides the shares of a window.
+
+    Attributes:
+        loose: whether shares are propagated before their true denominators are known.
+    """
+
+    loose: bool
+
+    def admit(self, answer: Answer, extent: float) -> bool:
+        """Take note of an answer before its backward; False if every denominator must be known first."""
+
+    def of(self, answer: Answer) -> Divisors:
+        """Return what each term of the answer is divided by now."""
+
+    def check(self, sums: Sums) -> None:
+        """Raise if this rank's own counts are not what was said of them beforehand."""
+
+    def settle(self, sums: Sums) -> Count:
+        """Learn the sums of all ranks; return the factor that what was propagated so far is still to be given."""
+
+
+class Provisional:
+    """Divide by one number for the window, a guess from its first micro-batch, and mend the sum afterwards.
+
+    Serves losses whose terms all share one denominator, or have none. The guess is a power of two, so that dividing
+    by it costs no digit, and keeps half-precision gradients in the range that a mean would have.
+
+    Args:
+        world: number of ranks, over which a wrapper averages.
+        exact_last: whether nothing is propagated, or the last share waits, until the true denominators are known.
+        loose: whether shares are propagated before that.
+    """
+
+    def __init__(self, world: int, exact_last: bool, loose: bool) -> None:
+        self.loose = loose
+        self._world, self._exact_last = world, exact_last
+        self._pattern: frozenset[TermKey] | None = None
+        self._number: Count = 1.0
+        self._true: Sums | None = None
+
+    def admit(self, answer: Answer, extent: float) -> bool:
+        pattern = _pattern(answer)
+        if self._pattern is None and pattern is not None:
+            self._pattern = pattern
+            averaged = [term for term in answer.terms.values() if term.kind not in KNOWN]
+            self._number = power_of_two(averaged[0].count * extent) if averaged else 1.0
+        return not self.loose or (pattern is not None and pattern == self._pattern)
+
+    def of(self, answer: Answer) -> Divisors:
+        if self._true is not None:
+            return counted_divisors(self._true, answer)
+        known = {"one": 1.0, "once": float(self._world)}
+        return {key: known.get(term.kind, self._number) for key, term in answer.terms.items()}
+
+    def check(self, sums: Sums) -> None:
+        return None
+
+    def settle(self, sums: Sums) -> Count:
+        if self._exact_last:
+            self._true = sums
+        averaged = [key for key, kind in sums.schema.terms if kind not in KNOWN]
+        if not averaged or not self.loose:
+            return 1.0
+        denominator = sums.denominator(averaged[0], "mean")
+        if isinstance(denominator, float) and isinstance(self._number, float):
+            return self._number / denominator if denominator else 0.0
+        exact = torch.as_tensor(denominator)
+        exact = exact.to(precise(exact.device))
+        return torch.where(exact != 0, self._number / exact, 0.0)
+
+
+class Known:
+    """Divide by the denominators of the whole batch, known before the first backward.
+
+    Args:
+        everywhere: finds the terms' denominators over all ranks.
+        here: finds what this rank's pieces were said to count.
+        source: who said so, for the error.
+    """
+
+    loose = False
+
+    def __init__(
+        self, everywhere: Callable[[Answer], Divisors], here: Callable[[Answer], Divisors], source: str
+    ) -> None:
+        self._everywhere, self._here, self._source = everywhere, here, source
+        self._expected: Divisors = {}
+
+    def admit(self, answer: Answer, extent: float) -> bool:
+        self._expected.update(self._here(answer))
+        return True
+
+    def of(self, answer: Answer) -> Divisors:
+        return self._everywhere(answer)
+
+    def check(self, sums: Sums) -> None:
+        for key, kind in sums.schema.terms:
+            found, expected = sums.counts[key], self._expected[key]
+            if kind in KNOWN or isinstance(found, Tensor) or isinstance(expected, Tensor):
+                continue
+            if not math.isclose(found, expected, rel_tol=1e-5, abs_tol=1e-9):
+                raise InexactError(
+                    f"{self._source} counted {expected:g} items for the term {key[0]!r}, its loss divides by {found:g}: "
+                    "the gradient would be off by their ratio. Count the same items in both, micro-batches for which "
+                    "the loss function returns None included."
+                )
+
+    def settle(self, sums: Sums) -> Count:
+        return 1.0
+
+
+def stated_divisors(sums: Sums, answer: Answer) -> Divisors:
+    """Look the terms of an answer up among the counts that ``items=`` stated, by name or position.
+
+    Raises:
+        LossError: if a term has no stated count, or there are more counts than terms.
+    """
+    counts = {key[0]: count for key, count in sums.counts.items()}
+    averaged = [key for key, term in answer.terms.items() if term.kind not in KNOWN]
+    names = list(dict.fromkeys(key[0] for key in answer.terms))
+    if not sums.schema.named and len(counts) != len(names):
+        names = list(dict.fromkeys(key[0] for key in averaged))
+    places = {name: name if sums.schema.named else i for i, name in enumerate(names)}
+    missing = [key[0] for key in averaged if places[key[0]] not in counts]
+    if missing or (not sums.schema.named and len(counts) != len(names)):
+        raise LossError(
+            f"items= states {len(counts)} counts ({list(counts)}), but the loss function returned the terms {names}. "
+            "Return one count a term, in their order or under their names."
+        )
+    return {key: counts[places[key[0]]] if key in averaged else 1.0 for key in answer.terms}
+
+
+def uniform(sums: Sums, world: int) -> bool:
+    """Tell whether one common factor mends what ranks propagated with numbers of their own."""
+    kinds = {kind for _, kind in sums.schema.terms}
+    counts = {sums.denominator(key, kind) for key, kind in sums.schema.terms if kind != "one"}
+    if kinds <= set(KNOWN):
+        return counts <= {float(world)}
+    return kinds == {"mean"} and len(counts) == 1
+
+
+def _pattern(answer: Answer) -> frozenset[TermKey] | None:
+    averaged = frozenset(key for key, term in answer.terms.items() if term.kind not in KNOWN)
+    groups = {group for key, group in answer.groups.items() if key in averaged}
+    return None if len(groups) > 1 or (groups and len(averaged) < len(answer.terms)) else averaged
+
+
+def counted_divisors(sums: Sums, answer: Answer) -> Divisors:
+    """Look the terms of an answer up among sums that were counted beforehand.
+
+    Raises:
+        InexactError: for a term that was not there then.
+    """
+    kinds = dict(sums.schema.terms)
+    unknown = [key for key in answer.terms if key not in kinds]
+    if unknown:
+        raise InexactError(
+            f"The loss function returned the term {unknown[0][0]!r}, which it did not return for the same micro-batch "
+            "in the counting pass. Make its terms depend on the micro-batch alone, or state the counts with items=."
+        )
+    return {key: sums.denominator(key, kinds[key]) for key in answer.terms}

@@ -1,0 +1,337 @@
+"""The heart: the gradient of a whole batch from micro-batches. Read this file first.
+
+A training loss over a batch is ``L = sum_k w_k * S_k / N_k``, where ``S_k`` and ``N_k`` are sums over the whole
+batch. A micro-batch sees only its share of them. Its backward is exact if its share of ``S_k`` is divided by the
+``N_k`` of the whole batch, which is known only at the end, so:
+
+* One unknown denominator: divide every share by the same provisional number, and multiply the sum of gradients
+  once by provisional / true. One pass, no look-ahead, and values stay in the range of a mean.
+* Several: they are needed before the first backward. ``items=`` states them, or a counting pass finds them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.amp import GradScaler
+from typing_extensions import Unpack
+
+from wholebatch.batch import move
+from wholebatch.denominators import (
+    Denominators,
+    Divisors,
+    Known,
+    Provisional,
+    counted_divisors,
+    stated_divisors,
+    uniform,
+)
+from wholebatch.errors import LossError, SyncError
+from wholebatch.loss import Answer, Count, TermKey, read
+from wholebatch.options import Options, checked
+from wholebatch.precision import Gradients, device_of, leaves_of
+from wholebatch.refusals import refuse_inexact
+from wholebatch.sizes import Size
+from wholebatch.state import State
+from wholebatch.sums import KNOWN, Sums, Tally, stated_sums
+from wholebatch.sync import Ranks, Status, ranks_of
+from wholebatch.window import Piece, pieces_of
+
+LossFunction: TypeAlias = "Callable[[Any, Any], Any]"
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a window's loss function said, over the whole batch on all ranks.
+
+    Attributes:
+        loss: the loss of the whole batch, one number.
+        terms: each term's mean, without its weight: a tuple, or a dict if the loss function returned one.
+        items: each term's denominator, in the same form.
+        metrics: each metric's mean.
+        micro_batches: how many pieces this rank ran.
+        rows: how many rows this rank ran.
+
+    All tensors are detached, without dimensions, and still on the device: reading one waits for it.
+    """
+
+    loss: Tensor
+    terms: tuple[Tensor, ...] | dict[str, Tensor]
+    items: tuple[Tensor, ...] | dict[str, Tensor]
+    metrics: dict[str, Tensor]
+    micro_batches: int
+    rows: int
+
+
+def backward(
+    model: nn.Module,
+    loss_fn: LossFunction,
+    batch: Any,
+    micro_batch_size: Size = None,
+    *,
+    scaler: GradScaler | None = None,
+    **options: Unpack[Options],
+) -> Result:
+    """Leave in ``.grad`` the gradient of the whole batch, a micro-batch in memory at a time.
+
+    Takes the place of ``loss.backward()``: gradients are added to what ``.grad`` holds, and clipping, stepping
+    and zeroing stay with you. The batch is cut, ``loss_fn(model, micro_batch)`` is called for each piece, and each
+    piece's share is divided by the items of the whole batch, over all ranks. Makes no host synchronisation in one
+    process. If anything fails, ``.grad`` is as before the call. Losses with several denominators cost a second
+    forward pass unless ``items=`` states the counts.
+
+    Args:
+        model: plain or wrapped in ``DistributedDataParallel``. Parameters that the loss reaches outside of the
+            model are served too; they are looked for in the first micro-batch.
+        loss_fn: returns the loss of one micro-batch together with what it averages over, see :mod:`wholebatch.loss`.
+        batch: any nest of tensors and sequences with rows on the first dimension, or a :class:`Window`.
+        micro_batch_size: rows (an int), ``Tokens(...)`` or ``Auto(...)``; None runs a window as it is and any other
+            batch in one piece.
+        scaler: a ``GradScaler`` whose scale the losses are multiplied with; unscaling stays with you.
+        **options: see :class:`wholebatch.options.Options`.
+
+    Returns:
+        The loss, its terms and the metrics of the whole batch, detached.
+
+    Raises:
+        LossError: if what a loss averages over cannot be known.
+        SplitError: if the batch cannot be cut.
+        InexactError: if pieces would not give the gradient of the batch.
+        SyncError: if the ranks do not agree, or another rank failed.
+
+    Example:
+        >>> import torch, wholebatch as wb
+        >>> model, rows = torch.nn.Linear(3, 1), torch.randn(10, 3)
+        >>> result = wb.backward(model, lambda model, x: model(x).square(), rows, micro_batch_size=4)
+        >>> result.micro_batches, result.rows
+        (3, 10)
+    """
+    return accumulate(model, loss_fn, batch, micro_batch_size, scaler=scaler, **options).finish()
+
+
+@dataclass
+class Pending:
+    """A window whose gradients are still off by one common factor.
+
+    ``finish`` brings them to the true denominator; a further factor, such as that of clipping, joins the same pass.
+    """
+
+    result: Result
+    gradients: Gradients
+    coefficient: Count
+    items: Count
+    losses: list[list[Tensor]]
+    settled: bool = False
+
+    def finish(self, factor: Count = 1.0) -> Result:
+        """Multiply the window's sum and add it to what ``.grad`` held before."""
+        self.settled = True
+        if isinstance(self.items, float) and not self.items:
+            self.gradients.zero()
+        elif not _is_one(self.coefficient) or not _is_one(factor):
+            self.gradients.scale(self.coefficient * factor)
+        if isinstance(self.items, Tensor):
+            self.gradients.mask(self.items)
+        self.gradients.put_back()
+        return self.result
+
+    def finished(self) -> Pending:
+        """Finish, and go on with nothing left to multiply."""
+        self.finish()
+        return replace(self, coefficient=1.0)
+
+
+def accumulate(
+    model: nn.Module,
+    loss_fn: LossFunction,
+    batch: Any,
+    micro_batch_size: Size = None,
+    *,
+    scaler: GradScaler | None = None,
+    **options: Unpack[Options],
+) -> Pending:
+    """Run all pieces of a window and leave the last multiplication to the caller."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model is {type(model).__name__}; pass the torch.nn.Module whose gradient is wanted.")
+    chosen = checked(options)
+    ranks = ranks_of(model)
+    gradients = Gradients(model.parameters(), views=ranks.views)
+    with gradients, ranks:
+        pieces = pieces_of(
+            batch, micro_batch_size, whole=chosen.get("whole", ()), collate=chosen.get("collate")
+        )
+        refuse_inexact(model, pieces, chosen)
+        return _Run(model, loss_fn, pieces, scaler, ranks, gradients).pending(chosen.get("items"))
+
+
+class _Recount(Exception):
+    """The terms need every denominator before the first backward."""
+
+
+class _Run:
+    """One window, from its first forward to its last backward."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: LossFunction,
+        pieces: Sequence[Piece],
+        scaler: GradScaler | None,
+        ranks: Ranks,
+        gradients: Gradients,
+    ) -> None:
+        self.model, self.loss_fn, self.pieces = model, loss_fn, pieces
+        self.ranks, self.gradients = ranks, gradients
+        self.device = device_of(model)
+        self.seeds = _Seeds(scaler, ranks.world)
+        self.rows = sum(piece.rows for piece in pieces)
+        self.extent = sum(piece.size for piece in pieces)
+        self.explored = len(pieces) < 2 and ranks.world == 1
+
+    def pending(self, items: Callable[[Any], Any] | None) -> Pending:
+        """Run the window in one pass if its terms allow, else know the denominators first."""
+        if items is not None:
+            return self._attempt(self._stated(items))
+        single, alone = len(self.pieces) < 2, self.ranks.world == 1
+        start = None if single and alone else State(self.model)
+        try:
+            return self._attempt(Provisional(self.ranks.world, exact_last=single or not alone, loose=not single))
+        except _Recount:
+            self.gradients.restart()
+        assert start is not None  # one piece of one process knows all its denominators
+        start.restore()
+        known = self._counted()
+        start.restore()
+        return self._attempt(known)
+
+    def _attempt(self, denominators: Denominators) -> Pending:
+        """Run every piece, hold the last backward until all ranks agree, and leave one factor to be applied."""
+        tally = Tally()
+        waiting: Answer | None = None
+        for piece in self.pieces:
+            self._propagate(waiting, denominators)
+            waiting = self._forward(piece, tally)
+            if waiting is not None and not denominators.admit(waiting, self.extent / max(piece.size, 1)):
+                self.ranks.agree(Status.RECOUNT, Sums())
+                raise _Recount
+        here = tally.sums()
+        denominators.check(here)
+        agreement = self.ranks.agree(Status.READY, here, denominators.loose)
+        sums = agreement.sums
+        if agreement.recount or (self.ranks.world > 1 and agreement.loose and not uniform(sums, self.ranks.world)):
+            raise _Recount
+        factor = denominators.settle(sums)
+        if self.ranks.world > 1:
+            self.gradients.scale(factor)
+            factor = 1.0
+        self.ranks.settle()
+        self._propagate(waiting, denominators, last=True)
+        result = Result(**sums.report(self.device), micro_batches=len(self.pieces), rows=self.rows)
+        return Pending(result, self.gradients, factor, sums.items, tally.losses)
+
+    def _forward(self, piece: Piece, tally: Tally) -> Answer | None:
+        with self.ranks.local():
+            returned = self.loss_fn(self.model, move(piece.load(), self.device))
+        answer = tally.add(read(returned, piece.rows))
+        if answer is not None and not self.explored:
+            self._explore(answer)
+        return answer
+
+    def _explore(self, answer: Answer) -> None:
+        """Find leaves outside of the model that the window will add to, so that they are mended too."""
+        self.explored = True
+        found = self.gradients.include(leaves_of(weighted for weighted, _ in _factors(answer).values()))
+        foreign = [leaf for leaf in found if isinstance(leaf, nn.Parameter)]
+        if foreign and self.ranks.world > 1:
+            raise SyncError(
+                f"The loss reaches {len(foreign)} parameters outside of the wrapped model (first: shape "
+                f"{tuple(foreign[0].shape)}), whose gradients no rank would exchange. Make them part of the module that "
+                "DistributedDataParallel wraps."
+            )
+
+    def _propagate(self, answer: Answer | None, denominators: Denominators, last: bool = False) -> None:
+        outputs, seeds = [], []
+        if answer is not None:
+            divisors = denominators.of(answer)
+            for key, (weighted, factor) in _factors(answer).items():
+                if weighted.requires_grad and (divisors[key] != 0 or self.ranks.world > 1):
+                    outputs.append(weighted)
+                    seeds.append(self.seeds(weighted, factor, divisors[key]))
+            self._refuse_constant(answer, outputs)
+        if last and not outputs:
+            outputs, seeds = self.ranks.idle(self.gradients.parameters.values()), [None]
+        if last:
+            self.ranks.arm(outputs)
+        if outputs:
+            torch.autograd.backward(outputs, seeds)
+
+    def _stated(self, items: Callable[[Any], Any]) -> Denominators:
+        """Know the denominators from ``items=`` alone."""
+        here = stated_sums(items(piece.load()) for piece in self.pieces)
+        return self._known(here, "items=", stated_divisors)
+
+    def _counted(self) -> Denominators:
+        """Know the denominators from a forward pass over every piece, graphs dropped one by one."""
+        tally = Tally()
+        for piece in self.pieces:
+            self._forward(piece, tally)
+        return self._known(tally.sums(), "The counting pass", counted_divisors)
+
+    def _known(self, here: Sums, source: str, of: Callable[[Sums, Answer], Divisors]) -> Denominators:
+        everywhere = self.ranks.agree(Status.READY, here).sums
+        return Known(partial(of, everywhere), partial(of, here), source)
+
+    def _refuse_constant(self, answer: Answer, outputs: Sequence[Tensor]) -> None:
+        counts = [term.count for term in answer.terms.values() if term.kind not in KNOWN]
+        if outputs or (counts and all(count == 0 for count in counts)):
+            return
+        cause = "" if torch.is_grad_enabled() else " (gradients are disabled here: torch.no_grad())"
+        raise LossError(
+            f"The loss of a micro-batch does not depend on any parameter that requires a gradient{cause}. Return None "
+            "for a micro-batch with nothing to learn from."
+        )
+
+
+class _Seeds:
+    """The numbers that backward passes start from: weight x ranks / denominator, times the scaler's scale."""
+
+    def __init__(self, scaler: GradScaler | None, world: int) -> None:
+        self._scaler, self._world = scaler, world
+        self._units: dict[tuple[torch.device, torch.dtype], Tensor] = {}
+        self._made: dict[tuple[torch.device, torch.dtype, float], Tensor] = {}
+
+    def __call__(self, output: Tensor, weight: float, divisor: Count) -> Tensor:
+        place = (output.device, output.dtype)
+        if isinstance(divisor, Tensor):
+            ratio = torch.where(divisor != 0, weight * self._world / divisor, 0.0).to(output.device)
+            return (self._unit(output) * ratio).to(output.dtype)
+        number = weight * self._world / divisor if divisor else 0.0
+        seed = self._made.get((*place, number))
+        if seed is None:
+            seed = self._made[(*place, number)] = self._unit(output) * number
+        return seed
+
+    def _unit(self, output: Tensor) -> Tensor:
+        place = (output.device, output.dtype)
+        if place not in self._units:
+            one = torch.ones((), device=output.device, dtype=output.dtype)
+            scaled = one if self._scaler is None else self._scaler.scale(one)
+            self._units[place] = scaled.to(output.dtype)
+        return self._units[place]
+
+
+def _factors(answer: Answer) -> dict[TermKey, tuple[Tensor, float]]:
+    """Split each weighted term into a tensor to go back from and a number to begin with."""
+    return {
+        key: (term.total, term.weight) if isinstance(term.weight, float) else (term.total * term.weight, 1.0)
+        for key, term in answer.terms.items()
+    }
+
+
+def _is_one(factor: Count) -> bool:
+    return isinstance(factor, float) and factor == 1.0

@@ -1,0 +1,149 @@
+"""Ready-made losses that state their own denominator, thin over ``torch.nn.functional``."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from wholebatch.errors import LossError
+from wholebatch.loss import Mean, floating
+
+__all__ = ["causal_lm", "cross_entropy", "masked_lm", "token_classification"]
+
+
+def cross_entropy(
+    logits: Tensor,
+    labels: Tensor,
+    weight: Tensor | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+) -> Mean:
+    """Average the cross entropy over the labels that count in the whole batch.
+
+    The denominator is that of ``torch.nn.functional.cross_entropy(..., reduction="mean")`` over the whole batch:
+    labels other than ``ignore_index``, or the sum of their class weights. (``reduction="none"`` would average
+    over ignored positions too.)
+
+    Args:
+        logits: (rows, classes, ...), classes on the second dimension as in torch.
+        labels: (rows, ...) class indices, or (rows, classes, ...) probabilities.
+        weight: (classes,), a weight a class.
+        ignore_index: the label that does not count.
+        label_smoothing: as in torch, from 0 to 1.
+
+    Raises:
+        LossError: if logits have no class dimension or their shape does not fit the labels'.
+
+    Example:
+        >>> import torch, wholebatch as wb
+        >>> term = wb.losses.cross_entropy(torch.zeros(3, 4), torch.tensor([0, 2, -100]))
+        >>> term.count, round(float(term.value), 4)
+        (2.0, 1.3863)
+    """
+    logits = _precise(logits)
+    if logits.dim() < 2:
+        raise LossError(f"logits of shape {tuple(logits.shape)} have no class dimension: pass (rows, classes, ...).")
+    weight = None if weight is None else weight.to(logits)
+    if labels.is_floating_point():
+        _same_shape(logits.shape, labels.shape)
+        rows = labels.numel() / labels.shape[1]
+        total = F.cross_entropy(logits, labels, weight, reduction="sum", label_smoothing=label_smoothing)
+        return Mean(total, rows, kind="shape", source=tuple(labels.shape))
+    _same_shape(logits.shape[:1] + logits.shape[2:], labels.shape)
+    total = F.cross_entropy(
+        logits, labels, weight, ignore_index=ignore_index, reduction="sum", label_smoothing=label_smoothing
+    )
+    counted = labels != ignore_index
+    count = counted.sum() if weight is None else (weight[torch.where(counted, labels, 0)] * counted).sum()
+    return Mean(total, count, kind="labels" if weight is None else "weighted labels", source=labels)
+
+
+def causal_lm(
+    logits: Tensor, labels: Tensor | None = None, *, shift_labels: Tensor | None = None, ignore_index: int = -100
+) -> Mean:
+    """Average next-token cross entropy over every supervised token of the whole batch.
+
+    Token t is predicted from the logits at t - 1: labels are shifted here, once, and counted after the shift.
+
+    Args:
+        logits: (rows, length, vocabulary).
+        labels: (rows, length), not shifted; ``ignore_index`` where nothing is to be learned.
+        shift_labels: (rows, length), already shifted by the collate function; taken as they are.
+        ignore_index: the label that does not count.
+
+    Raises:
+        LossError: unless exactly one of labels and shift_labels is given, or if shapes do not fit.
+
+    Example:
+        >>> import torch, wholebatch as wb
+        >>> wb.losses.causal_lm(torch.zeros(1, 3, 5), torch.tensor([[1, 2, 3]])).count
+        2.0
+    """
+    if (labels is None) == (shift_labels is None):
+        raise LossError("causal_lm takes labels= (it shifts them) or shift_labels= (shifted already): exactly one.")
+    if shift_labels is None and labels is not None:
+        shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+    assert shift_labels is not None
+    term = _tokens(logits, shift_labels, ignore_index)
+    return Mean(term.total, term.count, kind="shifted labels", source=shift_labels if labels is None else labels)
+
+
+def masked_lm(logits: Tensor, labels: Tensor, ignore_index: int = -100) -> Mean:
+    """Average the cross entropy over the masked tokens of the whole batch.
+
+    Args:
+        logits: (rows, length, vocabulary).
+        labels: (rows, length); ``ignore_index`` everywhere but at the tokens to be restored.
+        ignore_index: the label that does not count.
+
+    Raises:
+        LossError: if the shapes do not fit.
+
+    Example:
+        >>> import torch, wholebatch as wb
+        >>> wb.losses.masked_lm(torch.zeros(1, 3, 5), torch.tensor([[-100, 2, -100]])).count
+        1.0
+    """
+    return _tokens(logits, labels, ignore_index)
+
+
+def token_classification(
+    logits: Tensor, labels: Tensor, weight: Tensor | None = None, ignore_index: int = -100
+) -> Mean:
+    """Average the cross entropy over the labelled tokens of the whole batch.
+
+    Args:
+        logits: (rows, length, classes).
+        labels: (rows, length).
+        weight: (classes,), a weight a class.
+        ignore_index: the label that does not count.
+
+    Raises:
+        LossError: if the shapes do not fit.
+
+    Example:
+        >>> import torch, wholebatch as wb
+        >>> wb.losses.token_classification(torch.zeros(2, 2, 3), torch.tensor([[0, 1], [2, -100]])).count
+        3.0
+    """
+    return _tokens(logits, labels, ignore_index, weight)
+
+
+def _tokens(logits: Tensor, labels: Tensor, ignore_index: int, weight: Tensor | None = None) -> Mean:
+    _same_shape(logits.shape[:-1], labels.shape)
+    term = cross_entropy(logits.flatten(0, -2), labels.flatten().to(logits.device), weight, ignore_index)
+    return Mean(term.total, term.count, kind=term.kind, source=labels)
+
+
+def _precise(logits: Tensor) -> Tensor:
+    logits = floating(logits, "logits")
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+
+def _same_shape(logits: torch.Size, labels: torch.Size) -> None:
+    if logits != labels:
+        raise LossError(
+            f"labels of shape {tuple(labels)} do not fit logits, which have one prediction for each of "
+            f"{tuple(logits)}. Give every prediction a label; ignore_index where it does not count."
+        )

@@ -1,0 +1,59 @@
+"""How the micro-batches of a window run: one set of options, taken alike by every public function."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, TypeAlias, TypedDict
+
+import torch
+from torch import Tensor
+
+Counts: TypeAlias = "float | Tensor | Sequence[float | Tensor] | Mapping[str, float | Tensor]"
+
+
+class Options(TypedDict, total=False):
+    """How the pieces of a batch run; all optional, all by name.
+
+    items: a function of the micro-batch that returns the counts of the terms, in their order or under their
+        names. Makes every denominator known beforehand, so that losses with several denominators need no
+        counting pass.
+    collate: makes a micro-batch of a list of samples; the batch is then a plain sequence of samples.
+    whole: names of leaves that go whole into every micro-batch although they look as if they had rows.
+    sync: when gradients travel over ranks: "last", once a window; "every", with each micro-batch.
+    accumulate_in: the precision of the window's sum for parameters of fewer bits, such as ``torch.float32``.
+    offload: keep what autograd saves in host memory while it waits.
+    batch_norm: what BatchNorm layers in training mode do: "exact", "pooled" or "micro".
+    """
+
+    items: Callable[[Any], Counts] | None
+    collate: Callable[[list[Any]], Any] | None
+    whole: Sequence[str]
+    sync: Literal["last", "every"]
+    accumulate_in: torch.dtype | None
+    offload: bool
+    batch_norm: Literal["exact", "pooled", "micro"] | None
+
+
+CHOICES: dict[str, tuple[object, ...]] = {
+    "sync": ("last", "every"),
+    "batch_norm": (None, "exact", "pooled", "micro"),
+}
+
+
+def checked(options: Options) -> Options:
+    """Refuse a misspelt option or an unknown choice, which would otherwise be a silent no-op.
+
+    Raises:
+        TypeError: for an option that does not exist; names the nearest.
+        ValueError: for a value that the option does not know.
+    """
+    for name, value in options.items():
+        if name not in Options.__annotations__:
+            near = difflib.get_close_matches(name, Options.__annotations__, 1)
+            hint = f" Did you mean '{near[0]}'?" if near else ""
+            raise TypeError(f"There is no option '{name}'.{hint} Options: {', '.join(Options.__annotations__)}.")
+        if name in CHOICES and value not in CHOICES[name]:
+            known = ", ".join(repr(choice) for choice in CHOICES[name] if choice is not None)
+            raise ValueError(f"{name}={value!r} is not known. Choose one of {known}.")
+    return options

@@ -1,0 +1,254 @@
+"""One exact optimizer step a window: clip, check, update, schedule and zero, each once and in the right order."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.amp import GradScaler
+from typing_extensions import Unpack
+
+from wholebatch.errors import NonFiniteError
+from wholebatch.gradient import LossFunction, Pending, Result, accumulate
+from wholebatch.loss import Count
+from wholebatch.options import Options, checked
+from wholebatch.precision import precise, scale_, total_norm
+from wholebatch.sizes import Size
+
+VERSION = 1
+"""Of the state dict's layout."""
+
+
+@dataclass(frozen=True)
+class StepResult(Result):
+    """What one step did, besides what its loss function said.
+
+    Attributes:
+        grad_norm: 2-norm of the whole batch's gradient before the clip, over the optimizer's parameters.
+        stepped: whether the optimizer stepped.
+        reason: why not, if it did not.
+        lrs: the learning rates of this step, one a parameter group.
+    """
+
+    grad_norm: float
+    stepped: bool
+    reason: str | None
+    lrs: list[float]
+
+
+class Step:
+    """Take one optimizer step a call, with the gradient of the whole batch.
+
+    In this order: the micro-batches, one reduction over ranks, one clip, the check for finite values, the optimizer,
+    the scaler's update, then the schedulers and ``after_step`` if the optimizer really stepped, and
+    ``zero_grad(set_to_none=True)``. Waits for the device once, at the end of the window. Only the optimizer's own
+    parameters are clipped, stepped and zeroed; what the window added to others is taken back.
+
+    Args:
+        model: as for :func:`wholebatch.backward`.
+        optimizer: any that steps without a closure.
+        loss_fn: as for :func:`wholebatch.backward`.
+        micro_batch_size: rows, ``Tokens(...)``, ``Auto(...)``, or None.
+        max_grad_norm: clip the gradient of the whole batch to this 2-norm.
+        scheduler: one or several, stepped once a real step.
+        scaler: a ``GradScaler``; an infinite gradient then skips the step and lowers the scale.
+        after_step: callables without arguments, such as an EMA's update, called after each real step.
+        on_nonfinite: without a scaler, "raise" on a loss or norm that is not finite, or "skip" the step.
+        **options: see :class:`wholebatch.options.Options`.
+
+    Raises:
+        TypeError: for an optimizer that needs a closure, or a scheduler that needs a metric.
+        ValueError: for a ``max_grad_norm`` that is not positive.
+
+    Example:
+        >>> import torch, wholebatch as wb
+        >>> model = torch.nn.Linear(3, 1)
+        >>> sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> step = wb.Step(model, sgd, lambda model, x: model(x).square(), micro_batch_size=4)
+        >>> step(torch.randn(10, 3)).stepped
+        True
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        loss_fn: LossFunction,
+        *,
+        micro_batch_size: Size = None,
+        max_grad_norm: float | None = None,
+        scheduler: Any = None,
+        scaler: GradScaler | None = None,
+        after_step: Sequence[Callable[[], object]] = (),
+        on_nonfinite: Literal["raise", "skip"] = "raise",
+        **options: Unpack[Options],
+    ) -> None:
+        _refuse_arguments(optimizer, max_grad_norm, on_nonfinite)
+        self.model, self.optimizer, self.loss_fn = model, optimizer, loss_fn
+        self.micro_batch_size, self.max_grad_norm = micro_batch_size, max_grad_norm
+        self.schedulers = _schedulers(scheduler)
+        self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
+        self.after_step = _without_arguments(after_step)
+        self.on_nonfinite = on_nonfinite
+        self.options = checked(options)
+        self.windows = self.steps = self.rows = 0
+
+    def __call__(self, batch: Any) -> StepResult:
+        """Run one window and step if it can be stepped.
+
+        Args:
+            batch: a batch, or a :class:`Window` of micro-batches.
+
+        Returns:
+            What the window's loss function said, the norm of its gradient, and whether it was stepped.
+
+        Raises:
+            NonFiniteError: if the loss or the norm is not finite, unless a scaler or ``on_nonfinite="skip"`` deals
+                with it; the gradient then stays in ``.grad``, and nothing else has changed.
+        """
+        pending = accumulate(
+            self.model, self.loss_fn, batch, self.micro_batch_size, scaler=self.scaler, **self.options
+        )
+        mine = self._parameters()
+        pending.gradients.drop(keep=lambda parameter: id(parameter) in mine)
+        if not pending.gradients.clean or not mine.keys() <= pending.gradients.parameters.keys():
+            pending = pending.finished()
+        norm, loss, items = self._read(pending, mine.values())
+        pending.items = float(items)
+        lrs = [float(group["lr"]) for group in self.optimizer.param_groups]
+        reason = self._refusal(pending, norm, loss, items)
+        if reason is None:
+            self._update(pending, mine.values(), norm)
+        elif items and self.scaler is not None:
+            self.scaler.unscale_(self.optimizer)
+            self.scaler.update()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.windows, self.steps = self.windows + 1, self.steps + (reason is None)
+        self.rows += pending.result.rows
+        return StepResult(**vars(pending.result), grad_norm=norm, stepped=reason is None, reason=reason, lrs=lrs)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return counters, the scaler's state and the sizes found; plain values that any format can hold."""
+        size = self.micro_batch_size
+        return {
+            "version": VERSION,
+            "counters": {"windows": self.windows, "steps": self.steps, "rows": self.rows},
+            "scaler": None if self.scaler is None else self.scaler.state_dict(),
+            "size": size.state_dict() if hasattr(size, "state_dict") else None,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a state that :meth:`state_dict` returned.
+
+        Raises:
+            ValueError: if it was written by a newer version, or has a scaler where this step has none.
+        """
+        if state.get("version") != VERSION:
+            raise ValueError(f"This state has layout {state.get('version')!r}; this version reads {VERSION}.")
+        if (state["scaler"] is None) != (self.scaler is None):
+            here, there = ("no", "a") if self.scaler is None else ("a", "no")
+            raise ValueError(f"The state was saved with {there} scaler and this step has {here} scaler; build it alike.")
+        counters = state["counters"]
+        self.windows, self.steps, self.rows = counters["windows"], counters["steps"], counters["rows"]
+        if self.scaler is not None:
+            self.scaler.load_state_dict(state["scaler"])
+        if state["size"] is not None and hasattr(self.micro_batch_size, "load_state_dict"):
+            self.micro_batch_size.load_state_dict(state["size"])
+
+    def _parameters(self) -> dict[int, Tensor]:
+        return {id(p): p for group in self.optimizer.param_groups for p in group["params"]}
+
+    def _read(self, pending: Pending, parameters: Iterable[Tensor]) -> tuple[float, float, bool]:
+        """Learn the gradient's norm, the loss and whether there were items: the one wait for the device."""
+        grads = [p.grad for p in parameters if p.grad is not None]
+        loss = pending.result.loss
+        wide = precise(loss.device)
+        norm = total_norm(grads, loss.device).to(wide) * _tensor(pending.coefficient, loss.device, wide).abs()
+        if self.scaler is not None:
+            norm = norm / self.scaler.scale(torch.ones((), device=loss.device))
+        numbers = torch.stack([norm.to(wide), loss.to(wide), _tensor(pending.items, loss.device, wide)]).tolist()
+        return numbers[0], numbers[1], bool(numbers[2])
+
+    def _refusal(self, pending: Pending, norm: float, loss: float, items: bool) -> str | None:
+        if not items:
+            return "no items: the window holds nothing to learn from"
+        if math.isfinite(norm) and (math.isfinite(loss) or self.scaler is not None):
+            return None
+        if self.scaler is not None:
+            return "non-finite gradient: the scaler lowers its scale"
+        text = f"the loss of this window is {loss:g} and the norm of its gradient {norm:g}"
+        if self.on_nonfinite == "skip":
+            return f"non-finite: {text}"
+        pending.finish()
+        raise NonFiniteError(
+            f"{text[0].upper()}{text[1:]}{_first_non_finite(pending)}. The optimizer has not stepped, and the gradient "
+            'stays in .grad. Call optimizer.zero_grad() and go on, pass on_nonfinite="skip", or a scaler for fp16.'
+        )
+
+    def _update(self, pending: Pending, parameters: Iterable[Tensor], norm: float) -> None:
+        clip = 1.0 if self.max_grad_norm is None else min(1.0, self.max_grad_norm / (norm + 1e-6))
+        if self.scaler is not None:
+            self.scaler.unscale_(self.optimizer)
+        if pending.settled:
+            scale_([p.grad for p in parameters if p.grad is not None], clip)
+        else:
+            pending.finish(clip)
+        self.optimizer.step()
+        if self.scaler is not None:
+            self.scaler.update()
+        for scheduler in self.schedulers:
+            scheduler.step()
+        for call in self.after_step:
+            call()
+
+
+def _refuse_arguments(optimizer: object, max_grad_norm: float | None, on_nonfinite: str) -> None:
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise TypeError(
+            "LBFGS evaluates the loss several times a step, which wb.Step cannot. Give it a closure: "
+            "optimizer.step(lambda: (optimizer.zero_grad(), wb.backward(model, loss_fn, batch).loss)[1])."
+        )
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"optimizer is {type(optimizer).__name__}; pass a torch.optim.Optimizer.")
+    if max_grad_norm is not None and not max_grad_norm > 0:
+        raise ValueError(f"max_grad_norm={max_grad_norm} would erase the gradient. Pass a positive norm, or None.")
+    if on_nonfinite not in ("raise", "skip"):
+        raise ValueError(f'on_nonfinite={on_nonfinite!r} is not known. Choose "raise" or "skip".')
+
+
+def _schedulers(scheduler: Any) -> list[Any]:
+    schedulers = list(scheduler) if isinstance(scheduler, (list, tuple)) else [] if scheduler is None else [scheduler]
+    for each in schedulers:
+        if isinstance(each, torch.optim.lr_scheduler.ReduceLROnPlateau):
+            raise TypeError("ReduceLROnPlateau steps on a metric, once an evaluation: call it yourself, outside of wb.Step.")
+    return schedulers
+
+
+def _without_arguments(calls: Sequence[Callable[[], object]]) -> list[Callable[[], object]]:
+    for call in calls:
+        try:
+            inspect.signature(call).bind()
+        except TypeError as error:
+            raise TypeError(
+                f"after_step calls {getattr(call, '__name__', call)!r} without arguments, but it has a {error}. Wrap it: "
+                "after_step=[lambda: ema.update(model)]."
+            ) from None
+        except ValueError:  # built-in callables have no signature to read
+            continue
+    return list(calls)
+
+
+def _first_non_finite(pending: Pending) -> str:
+    for i, totals in enumerate(pending.losses):
+        if not all(math.isfinite(float(total)) for total in totals):
+            return f"; the first loss that is not finite is that of micro-batch {i} of {len(pending.losses)}"
+    return ""
+
+
+def _tensor(number: Count, device: torch.device, dtype: torch.dtype) -> Tensor:
+    return torch.as_tensor(number).to(device, dtype)
