@@ -146,9 +146,8 @@ def attend_row_by_row(
     """Causal attention within each row of a packed sequence, without a mask."""
     rows = zip(*(tensor.split(row_lengths, dim=2) for tensor in (query, key, value)), strict=True)
     scale = options.get("scaling")
-    return torch.cat(
-        [F.scaled_dot_product_attention(*row, is_causal=True, scale=scale) for row in rows], dim=2
-    ).transpose(1, 2), None
+    attended = [F.scaled_dot_product_attention(*row, is_causal=True, scale=scale) for row in rows]
+    return torch.cat(attended, dim=2).transpose(1, 2), None
 
 
 def packed(setting: Setting, seed: int) -> Epoch:

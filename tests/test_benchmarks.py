@@ -45,8 +45,8 @@ def test_the_overhead_is_measured_for_three_models(tmp_path: Path) -> None:
 
 def test_the_ways_to_run_uneven_rows_train_the_same_parameters(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    small = "--batches 2 --rounds 1 --batch 8 --pieces 4 --longest 48 --hidden 16 --layers 1 --threads 1 --corpus log-normal"
-    bench("variable_length", *small.split(), "--out", str(tmp_path))
+    small = "--batches 2 --rounds 1 --batch 8 --pieces 4 --longest 48 --hidden 16 --layers 1 --threads 1"
+    bench("variable_length", *small.split(), "--corpus", "log-normal", "--out", str(tmp_path))
     rows = {row["name"]: row for row in rows_of(tmp_path, "variable_length")}
     assert rows["no padding at all (the limit)"]["padding"] == 0
     assert rows["wholebatch"]["padding"] <= rows["fixed pieces, loader order"]["padding"]
@@ -55,13 +55,6 @@ def test_the_ways_to_run_uneven_rows_train_the_same_parameters(tmp_path: Path) -
 
 
 def test_no_result_names_a_machine() -> None:
+    described = {"cpu", "cores", "threads", "gpu", "torch", "python", "system"}
     for path in (BENCHMARKS / "results").glob("*.json"):
-        assert set(json.loads(path.read_text())["machine"]) == {
-            "cpu",
-            "cores",
-            "threads",
-            "gpu",
-            "torch",
-            "python",
-            "system",
-        }
+        assert set(json.loads(path.read_text())["machine"]) == described
