@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 import torch
 
 from tests.distributed.fixtures import four_ranks, two_ranks  # noqa: F401
 
-# Child processes inherit these; a hub is never asked.
+# Child processes inherit these, and find this checkout whether it is installed or not; a hub is never asked.
+SOURCE = str(Path(__file__).parents[1] / "src")
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (SOURCE, os.environ.get("PYTHONPATH"))))
 os.environ.update(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
 torch.set_num_threads(1)
 
