@@ -1,0 +1,494 @@
+"""Where a batch is cut: by rows, by tokens with the least modelled time, or by what memory has allowed so far."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import operator
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, replace
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from wholebatch.batch import Leaf, Nest, is_array
+from wholebatch.errors import SplitError
+
+Length: TypeAlias = "Callable[[Any], int] | str | Sequence[str] | None"
+Size: TypeAlias = "int | Tokens | Auto | None"
+
+OVERHEAD_TOKENS = 67.0
+LONGEST_STRETCH = 1024
+
+
+@dataclass(frozen=True)
+class Cost:
+    """The modelled time of one piece of n rows padded to length L: ``overhead + linear * n*L + quadratic * n*L*L``.
+
+    Args:
+        overhead: what a piece costs besides its tokens, in tokens if ``linear`` is 1.
+        linear: what a padded token costs.
+        quadratic: what attention adds for each pair of tokens in a row.
+
+    Example:
+        >>> Cost(overhead=10)(rows=4, longest=8)
+        42.0
+    """
+
+    overhead: float = OVERHEAD_TOKENS
+    linear: float = 1.0
+    quadratic: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if not 0 <= value < math.inf:
+                raise ValueError(f"Cost({name}={value}): a piece takes a finite time, and never less than none.")
+
+    def __call__(self, rows: int, longest: int) -> float:
+        """Return the modelled time of one piece."""
+        return self.overhead + rows * self.row(longest)
+
+    def row(self, longest: int) -> float:
+        """What one row costs in a piece that is padded to ``longest``."""
+        return float(self.linear * longest + self.quadratic * longest * longest)
+
+    @classmethod
+    def fit(cls, shapes: Sequence[tuple[int, int]], seconds: Sequence[float]) -> Cost:
+        """Fit the three numbers to measured times by relative least squares, none of them negative.
+
+        Minimises ``sum((modelled / measured - 1)^2)`` exactly: of all sets of non-zero numbers, the best.
+
+        Args:
+            shapes: (rows, longest) of each measured piece; about ten of different proportions are enough.
+            seconds: how long each took.
+
+        Returns:
+            The cost in seconds.
+
+        Raises:
+            ValueError: for unequal numbers of shapes and times, none at all, or a time that is not positive.
+
+        Example:
+            >>> cost = Cost.fit([(1, 8), (2, 8), (4, 8)], [0.3, 0.4, 0.6])
+            >>> round(cost.overhead, 6), round(cost(rows=8, longest=8), 6)
+            (0.2, 1.0)
+        """
+        if not seconds or len(shapes) != len(seconds) or min(seconds) <= 0:
+            raise ValueError(
+                f"{len(shapes)} shapes and {len(seconds)} times cannot be fitted. Give one positive time a shape."
+            )
+        columns = torch.tensor([[1.0, n * longest, n * longest**2] for n, longest in shapes], dtype=torch.float64)
+        return cls(*_non_negative_fit(columns / torch.tensor(seconds, dtype=torch.float64)[:, None]))
+
+
+def plan(lengths: Sequence[int], budget: int, cost: Cost | None = None) -> list[list[int]]:
+    """Cut rows into pieces of at most ``budget`` padded tokens so that the modelled time is least.
+
+    Minimises the sum of ``cost(n, L)`` over the pieces (n rows, longest row L) under ``n*L <= budget``, over all
+    partitions of the rows. Some optimal partition is contiguous in the order of lengths (giving each piece the
+    next rows of that order makes no piece longer), and on that order the pieces obey the quadrangle inequality:
+    each start of a piece is the best one for one stretch of ends. So a queue of stretches finds the optimum
+    in O(n log n), nearly all of it for the sorting. A row longer than the budget gets a piece of its own.
+
+    Args:
+        lengths: of each row, in tokens.
+        budget: the padded tokens that a piece may hold.
+        cost: the model; one token per token and 67 per piece if None.
+
+    Returns:
+        The row numbers of each piece, ascending; the piece with the longest row first.
+
+    Example:
+        >>> plan([5, 90, 6, 100], budget=200)
+        [[1, 3], [0, 2]]
+    """
+    order = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)
+    ends = _best_ends([max(1, lengths[row]) for row in order], budget, cost or Cost())
+    return [sorted(order[start:end]) for start, end in itertools.pairwise([0, *ends])]
+
+
+def pack(lengths: Sequence[int], budget: int) -> list[list[int]]:
+    """Fill pieces of at most ``budget`` real tokens, longest row first, each into the first piece that holds it.
+
+    The number of pieces is at most 11/9 of the least possible, plus one (first fit, decreasing); that least number
+    is hard to find. A row longer than the budget gets a piece of its own.
+
+    Returns:
+        The row numbers of each piece, ascending; the piece with the longest row first.
+
+    Example:
+        >>> pack([5, 90, 6, 100], budget=105)
+        [[0, 3], [1, 2]]
+    """
+    pieces: list[list[int]] = []
+    room: list[int] = []
+    for row in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):
+        length = max(1, lengths[row])
+        place = next((place for place, left in enumerate(room) if left >= length), None)
+        if place is None:
+            pieces.append([row])
+            room.append(budget - length)
+        else:
+            pieces[place].append(row)
+            room[place] -= length
+    return [sorted(piece) for piece in pieces]
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Cut by tokens: each micro-batch holds at most ``budget`` padded tokens, rows times longest row.
+
+    Rows are sorted by length and cut where the modelled time is least (`plan`), the longest first, so that memory
+    trouble shows at once. The gradient is that of the whole batch all the same; dropout and other draws fall in
+    another order. A row longer than the budget runs alone.
+
+    *Samples with* ``collate=``: ``length`` is a function of a sample, or a key of it; if None, the length of
+    ``input_ids``, else of the longest 1-d tensor or sequence in the sample.
+
+    *A padded batch*: ``mask`` names its (rows, L) mask, or its (rows,) lengths. Every piece is trimmed to its own
+    longest row: the mask, and each tensor (rows, L, ...), on both sides of a square mask. Trimming is exact if
+    masked positions count neither in the model nor in the loss. Padding on the left is trimmed only if
+    ``position_ids`` come with the batch, since positions would shift. A tensor that holds anything but one filling
+    value where rows are padded (labels: a negative one) may follow another length, or count there: then nothing is
+    trimmed, and a warning says so. ``length=("input_ids", "labels")`` names the tensors that follow the mask and
+    settles it. A mask on a GPU costs one host synchronisation.
+
+    Args:
+        budget: padded tokens a micro-batch may hold; under ``packed``, real ones.
+        length: see above.
+        mask: the key of a padded batch's mask or lengths.
+        packed: ``collate`` puts rows one behind the other without padding: count the sum of the lengths.
+        overhead: what a piece costs besides its tokens, in tokens. 67 was measured on a CPU with 7 M parameters;
+            a GPU bound by launches has some thousand.
+        cost: a measured model (`Cost.fit`) in the place of ``overhead``.
+
+    Raises:
+        TypeError: for a budget that is no whole number.
+        ValueError: for a budget below 1.
+
+    Example:
+        >>> rows = [torch.ones(n) for n in (2, 60, 3, 64)]
+        >>> collate = lambda samples: torch.nn.utils.rnn.pad_sequence(samples, batch_first=True)
+        >>> model = torch.nn.Linear(1, 1)
+        >>> loss_fn = lambda model, x: wb.mean(model(x[..., None]).squeeze(-1), weights=x != 0)
+        >>> wb.backward(model, loss_fn, rows, wb.Tokens(128, length=len), collate=collate).micro_batches
+        2
+    """
+
+    budget: int
+    length: Length = None
+    _: KW_ONLY
+    mask: str = "attention_mask"
+    packed: bool = False
+    overhead: float = OVERHEAD_TOKENS
+    cost: Cost | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "budget", whole_number(self.budget, "Tokens(budget)", "wb.Tokens(8192)"))
+        if self.cost is None:
+            object.__setattr__(self, "cost", Cost(overhead=self.overhead))
+
+    def plan(self, lengths: Sequence[int]) -> list[list[int]]:
+        """Cut rows of these lengths: row numbers of each piece, the piece with the longest row first."""
+        return pack(lengths, self.budget) if self.packed else plan(lengths, self.budget, self.cost)
+
+    def lengths(self, samples: Iterable[Any]) -> list[int]:
+        """Return the length of each sample in tokens.
+
+        Raises:
+            SplitError: for a sample whose length cannot be known; says how to give it.
+        """
+        return [self._length(sample) for sample in samples]
+
+    def _length(self, sample: Any) -> int:
+        if callable(self.length):
+            return operator.index(self.length(sample))
+        leaves = Nest((sample,)).leaves
+        names = (self.length,) if isinstance(self.length, str) else self.length or ("input_ids",)
+        found = [leaf for leaf in leaves if leaf.key in names and leaf.rows is not None]
+        if not found and self.length is None:
+            found = [leaf for leaf in leaves if len(leaf.shape) == 1]
+        if not found:
+            raise SplitError(
+                f"How many tokens a sample has cannot be known: it holds {', '.join(map(str, leaves))}, and no "
+                f"{' or '.join(map(repr, names))}. Say it: wb.Tokens({self.budget}, length=lambda sample: ...)."
+            )
+        return max(leaf.shape[0] for leaf in found)
+
+
+class Padding:
+    """Where the real tokens of a padded batch lie, and which of its tensors follow them.
+
+    Row i has its tokens at positions ``starts[i] <= p < stops[i]`` of ``width``.
+
+    Args:
+        nest: the batch.
+        tokens: names the mask and, if the user named them, the tensors with a length axis.
+
+    Raises:
+        SplitError: if there is no such mask, or a named tensor does not have its width.
+    """
+
+    def __init__(self, nest: Nest, tokens: Tokens) -> None:
+        if callable(tokens.length):
+            raise SplitError(
+                f"wb.Tokens({tokens.budget}, length={tokens.length!r}) is a function of one sample, but this batch is "
+                "padded already. Give the samples with collate=, or leave length= out: the mask has the lengths."
+            )
+        mask = _find_mask(nest, tokens)
+        values = torch.as_tensor(mask.value)
+        self.width = values.shape[1] if values.dim() == 2 else int(values.max()) if len(values) else 0
+        self._names = (tokens.length,) if isinstance(tokens.length, str) else tokens.length
+        self._axes = {leaf.path: axes for leaf in nest.leaves if (axes := self._axes_of(leaf, mask))}
+        positions = any(leaf.key == "position_ids" and leaf.path in self._axes for leaf in nest.leaves)
+        starts, stops = _extents(values)
+        self.starts = starts if positions else [0] * len(starts)
+        self.stops = stops
+        self._keep_what_is_no_padding(nest, mask)
+
+    @property
+    def lengths(self) -> list[int]:
+        """What each row asks of the width of its piece."""
+        first = self.starts if len(set(self.stops)) == 1 else [min(self.starts)] * len(self.stops)
+        return [stop - start for start, stop in zip(first, self.stops, strict=True)]
+
+    def trim(self, rows: Sequence[int]) -> Callable[[Leaf, Any], Any]:
+        """Return what trims the leaves of a piece of these rows to its own longest row."""
+        inside = slice(min(self.starts[row] for row in rows), max(self.stops[row] for row in rows))
+
+        def trimmed(leaf: Leaf, cut: Any) -> Any:
+            axes = self._axes.get(leaf.path, ())
+            if not axes or inside == slice(0, self.width):
+                return cut
+            return cut[tuple(inside if axis in axes else slice(None) for axis in range(max(axes) + 1))]
+
+        return trimmed
+
+    def _axes_of(self, leaf: Leaf, mask: Leaf) -> tuple[int, ...]:
+        """The dimensions of a leaf that run along the length."""
+        named = self._names is None or leaf.path in self._names or leaf.key in self._names
+        if leaf.rows is None or not is_array(leaf.value) or not (named or leaf is mask):
+            return ()
+        axes = _length_axes(leaf, self.width)
+        if self._names is not None and not axes and leaf is not mask:
+            raise SplitError(
+                f"length= names {leaf}, but the mask {mask} says that rows are {self.width} wide. "
+                "Name only tensors (rows, length, ...) that follow the mask."
+            )
+        return axes
+
+    def _keep_what_is_no_padding(self, nest: Nest, mask: Leaf) -> None:
+        """Trim nothing if a tensor that nobody named holds something where rows are padded."""
+        if self._names is not None:
+            return
+        place = torch.arange(self.width)
+        starts, stops = torch.tensor(self.starts)[:, None], torch.tensor(self.stops)[:, None]
+        padding = (place < starts) | (place >= stops)
+        for leaf in nest.leaves:
+            follows = leaf is mask or leaf.key == "position_ids" or self._axes.get(leaf.path) != (1,)
+            if not follows and not _is_filling(leaf, padding):
+                self.starts, self.stops = [0] * len(self.starts), [self.width] * len(self.stops)
+                warnings.warn(
+                    f"Nothing is trimmed: {leaf} holds values where {mask} says that rows are padded. It may follow "
+                    "another length, or count there. Name the tensors that follow the mask, with it or without: "
+                    f"wb.Tokens(..., length={tuple(self._axes)}).",
+                    stacklevel=2,
+                )
+                return
+
+
+class Auto:
+    """Start with a size, and let memory decide: the size is halved when a piece runs out of memory, and remembered.
+
+    After a quiet stretch of windows a size larger by a quarter is tried again, never one beyond ``start``. Each
+    failure doubles the stretch, so that a size that does not fit is tried ever more rarely.
+
+    Args:
+        start: rows, or `Tokens`.
+
+    Raises:
+        TypeError: for a start that is neither.
+        ValueError: for a start below 1.
+
+    Example:
+        >>> auto = wb.Auto(64)
+        >>> auto.shrink()
+        32
+        >>> auto
+        Auto(64, now 32)
+    """
+
+    def __init__(self, start: int | Tokens) -> None:
+        if not isinstance(start, Tokens):
+            start = whole_number(start, "Auto(start)", "wb.Auto(64)")
+        self.start: int | Tokens = start
+        self._limit = self._most
+        self._stretch = 8
+        self._quiet = 0
+
+    def __repr__(self) -> str:
+        return f"Auto({self.start!r}, now {self._limit})"
+
+    @property
+    def size(self) -> int | Tokens:
+        """The size to cut with now: rows, or `Tokens` with the budget found."""
+        return replace(self.start, budget=self._limit) if isinstance(self.start, Tokens) else self._limit
+
+    @property
+    def _most(self) -> int:
+        return self.start.budget if isinstance(self.start, Tokens) else self.start
+
+    def shrink(self, failed: int | None = None) -> int | Tokens:
+        """Take note that a piece ran out of memory, and return the smaller size.
+
+        Args:
+            failed: what the piece held (rows, or padded tokens), where that was less than the size.
+        """
+        self._limit = max(1, min(self._limit, failed or self._limit) // 2)
+        self._quiet = 0
+        self._stretch = min(2 * self._stretch, LONGEST_STRETCH)
+        return self.size
+
+    def rest(self) -> int | Tokens:
+        """Take note of a window without trouble, and return the size for the next: now and then a larger one."""
+        self._quiet += 1
+        if self._quiet >= self._stretch:
+            self._quiet = 0
+            self._limit = min(self._most, self._limit + max(1, self._limit // 4))
+        return self.size
+
+    def state_dict(self) -> dict[str, int]:
+        """Return what was found, as plain numbers."""
+        return {"limit": self._limit, "stretch": self._stretch, "quiet": self._quiet}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Go on from what was found before; a smaller ``start`` than then keeps its word.
+
+        Raises:
+            ValueError: if a number is missing or out of range.
+        """
+        numbers = {name: state.get(name, -1) for name in self.state_dict()}
+        if numbers["limit"] < 1 or numbers["stretch"] < 1 or numbers["quiet"] < 0:
+            raise ValueError(f"{dict(state)} is no state of Auto. Load what its state_dict() returned.")
+        self._limit = min(self._most, numbers["limit"])
+        self._stretch, self._quiet = numbers["stretch"], numbers["quiet"]
+
+
+def whole_number(value: Any, name: str, example: str) -> int:
+    """Return a whole number of at least 1 as a plain int; NumPy's are whole numbers too.
+
+    Raises:
+        TypeError: for a bool, a float, a string, anything else.
+        ValueError: for less than 1.
+    """
+    if isinstance(value, bool) or not hasattr(type(value), "__index__"):
+        raise TypeError(f"{name} is {value!r}, a {type(value).__name__}, but must be a whole number: {example}.")
+    number = operator.index(value)
+    if number < 1:
+        raise ValueError(f"{name} is {number}, but must be at least 1: {example}.")
+    return number
+
+
+def _best_ends(longest: Sequence[int], budget: int, cost: Cost) -> list[int]:
+    """Where the pieces of rows in descending order end, at least modelled time."""
+    count = len(longest)
+    per_row = [cost.row(length) for length in longest]
+    reach = [start + max(1, budget // length) for start, length in enumerate(longest)]
+    least = [0.0] * (count + 1)  # time of the rows before this end
+    origin = [0] * (count + 1)  # where the last piece before this end starts
+
+    def takes_over(old: int, new: int) -> int:
+        """The first end from which a piece that starts at ``new`` beats one that starts at ``old``."""
+        gain = per_row[old] - per_row[new]
+        deficit = (least[new] - new * per_row[new]) - (least[old] - old * per_row[old])
+        if deficit >= gain * reach[old]:
+            return reach[old] + 1
+        return max(new + 1, int(deficit // gain) + 1) if deficit > 0 else new + 1
+
+    stretches: deque[tuple[int, int]] = deque([(0, 1)])  # (start, the first end for which it is the best)
+    for end in range(1, count + 1):
+        while len(stretches) > 1 and stretches[1][1] <= end:
+            stretches.popleft()
+        start = origin[end] = stretches[0][0]
+        least[end] = least[start] + cost.overhead + (end - start) * per_row[start]
+        if end < count:
+            while stretches and takes_over(stretches[-1][0], end) <= max(stretches[-1][1], end + 1):
+                stretches.pop()
+            stretches.append((end, takes_over(stretches[-1][0], end) if stretches else end + 1))
+    return _traced_back(origin)
+
+
+def _traced_back(origin: Sequence[int]) -> list[int]:
+    """All ends of pieces, from where each last piece starts."""
+    ends = []
+    end = len(origin) - 1
+    while end:
+        ends.append(end)
+        end = origin[end]
+    return ends[::-1]
+
+
+def _non_negative_fit(columns: Tensor) -> list[float]:
+    """The non-negative x that brings ``columns @ x`` nearest to ones: the best over all sets of non-zero entries."""
+    ones = torch.ones(len(columns), 1, dtype=columns.dtype)
+    scale = columns.norm(dim=0)
+    best, nearest = [0.0] * columns.shape[1], math.inf
+    for size in range(1, columns.shape[1] + 1):
+        for kept in itertools.combinations(range(columns.shape[1]), size):
+            chosen = columns[:, kept] / scale[list(kept)]
+            x = torch.linalg.lstsq(chosen, ones, driver="gelsd").solution
+            distance = float((chosen @ x - ones).norm())
+            if distance < nearest * (1 - 1e-9) and bool((x >= 0).all()):
+                nearest = distance
+                best = [0.0] * columns.shape[1]
+                for place, value in zip(kept, (x[:, 0] / scale[list(kept)]).tolist(), strict=True):
+                    best[place] = value
+    return best
+
+
+def _find_mask(nest: Nest, tokens: Tokens) -> Leaf:
+    by_path = [leaf for leaf in nest.leaves if leaf.path == tokens.mask]
+    by_key = [leaf for leaf in nest.leaves if leaf.key == tokens.mask]
+    for leaf in by_path or by_key:
+        if is_array(leaf.value) and leaf.rows is not None and len(leaf.shape) <= 2:
+            return leaf
+    raise SplitError(
+        f"wb.Tokens({tokens.budget}) finds the lengths of a padded batch in its mask, but there is no (rows, length) "
+        f"mask or (rows,) lengths {tokens.mask!r} among {', '.join(map(str, nest.leaves))}. Name yours: "
+        f"wb.Tokens({tokens.budget}, mask=...). Or give a list of samples with collate=."
+    )
+
+
+def _length_axes(leaf: Leaf, width: int) -> tuple[int, ...]:
+    """Which dimensions of (rows, L, ...), (rows, L, L) or (rows, heads, L, L) are lengths; only a mask is square."""
+    shape = leaf.shape
+    square = len(shape) in (3, 4) and shape[-2:] == (width, width)
+    if square and ("mask" in leaf.key or getattr(leaf.value, "dtype", None) is torch.bool):
+        return (len(shape) - 2, len(shape) - 1)
+    return (1,) if len(shape) > 1 and shape[1] == width else ()
+
+
+def _extents(mask: Tensor) -> tuple[list[int], list[int]]:
+    """The first position of each row and the one behind its last; an empty row keeps one position."""
+    if mask.dim() == 1:
+        return [0] * len(mask), mask.clamp(min=1).tolist()
+    real = (mask != 0).int()
+    if not real.numel():
+        return [0] * len(real), [min(1, real.shape[1])] * len(real)
+    empty = real.sum(1) == 0
+    starts = real.argmax(1)
+    stops = (real.shape[1] - real.flip(1).argmax(1)).masked_fill(empty, 1)
+    return starts.tolist(), stops.tolist()
+
+
+def _is_filling(leaf: Leaf, padding: Tensor) -> bool:
+    """Whether a leaf holds one value throughout the padding; labels, one that no label has."""
+    values = torch.as_tensor(leaf.value)
+    filling = values[padding.to(values.device)]
+    if not filling.numel():
+        return True
+    constant = bool((filling == filling[:1]).all())
+    return constant and (not leaf.key.endswith("labels") or bool((filling < 0).all()))

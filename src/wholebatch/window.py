@@ -1,0 +1,230 @@
+"""The micro-batches of one optimizer step: read from a loader, or cut from one batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import count, islice
+from typing import Any, TypeAlias, TypeVar
+
+from torch import Tensor
+
+from wholebatch.batch import Nest, is_sequence
+from wholebatch.errors import SplitError
+from wholebatch.sizes import Auto, Padding, Size, Tokens, whole_number
+
+T = TypeVar("T")
+Schedule: TypeAlias = "int | Sequence[int] | Callable[[int], int]"
+Collate: TypeAlias = "Callable[[list[Any]], Any] | None"
+
+
+class Window(list[T]):
+    """The micro-batches of one optimizer step, ready-made: a list that says so.
+
+    A plain list is a structure of fields; a window is run micro-batch by micro-batch.
+
+    Example:
+        >>> window = wb.Window([torch.zeros(2, 1), torch.zeros(3, 1)])
+        >>> loss_fn = lambda model, x: model(x).square()
+        >>> wb.backward(torch.nn.Linear(1, 1), loss_fn, window).micro_batches
+        2
+    """
+
+    def __repr__(self) -> str:
+        return f"Window of {len(self)}"
+
+
+def windows(loader: Iterable[T], k: Schedule) -> Iterator[Window[T]]:
+    """Gather the micro-batches of a loader into windows of ``k``; the last may be short.
+
+    Every micro-batch comes once, in order, and none is dropped. The loader needs no length and is read once; a
+    window is yielded as soon as it is full, and nothing beyond it is read before the next is asked for.
+
+    Args:
+        loader: whatever yields micro-batches.
+        k: micro-batches in a window: a number; a sequence of numbers, window by window, whose last one goes on;
+            or a function of the window's number, from 0.
+
+    Returns:
+        An iterator of windows, each with one micro-batch or more.
+
+    Raises:
+        TypeError: for a ``k`` that is no whole number.
+        ValueError: for a ``k`` below 1, or an empty sequence.
+
+    Example:
+        >>> [list(window) for window in wb.windows(range(5), 2)]
+        [[0, 1], [2, 3], [4]]
+        >>> [list(window) for window in wb.windows(range(6), [1, 2])]
+        [[0], [1, 2], [3, 4], [5]]
+    """
+    return _windows(loader, _schedule(k))
+
+
+class Piece:
+    """One micro-batch that has yet to be cut: which rows it takes, and how.
+
+    Args:
+        cut: makes the micro-batch of the rows with these numbers.
+        index: the numbers of its rows.
+        lengths: of all rows in tokens, where pieces are counted in tokens.
+    """
+
+    def __init__(
+        self, cut: Callable[[Sequence[int]], Any], index: Sequence[int], lengths: Sequence[int] | None = None
+    ) -> None:
+        self._cut = cut
+        self.index = index
+        self._lengths = lengths
+
+    def __repr__(self) -> str:
+        return f"Piece(rows={self.rows}, size={self.size:g})"
+
+    @property
+    def rows(self) -> int:
+        """How many rows it takes."""
+        return len(self.index)
+
+    @property
+    def size(self) -> float:
+        """Its share of the work: rows, or real tokens where pieces are cut by tokens."""
+        return float(self.rows if self._lengths is None else sum(self._lengths[row] for row in self.index))
+
+    @property
+    def longest(self) -> int:
+        """The tokens of its longest row; 1 where pieces are cut by rows."""
+        return 1 if self._lengths is None else max(self._lengths[row] for row in self.index)
+
+    def load(self) -> Any:
+        """Make the micro-batch: cut, collated, trimmed; on the device where the batch lies."""
+        return self._cut(self.index)
+
+    def halves(self) -> tuple[Piece, Piece] | None:
+        """Split it in two by rows, in order; None if one row is left."""
+        if self.rows < 2:
+            return None
+        middle = (self.rows + 1) // 2
+        first, second = self.index[:middle], self.index[middle:]
+        return Piece(self._cut, first, self._lengths), Piece(self._cut, second, self._lengths)
+
+
+def pieces_of(batch: Any, size: Size = None, *, whole: Sequence[str] = (), collate: Collate = None) -> list[Piece]:
+    """Say how a batch is cut into pieces, without cutting it yet.
+
+    Each row goes to exactly one piece; with rows as size, in order.
+
+    Args:
+        batch: a nest, a list of samples with ``collate``, or a `Window` of either. A window's micro-batches run as
+            they are without a size, and are each cut further with one, never joined.
+        size: rows, `Tokens`, `Auto`, or None: one piece.
+        whole: names of leaves that go whole into every piece.
+        collate: makes a micro-batch of a list of samples.
+
+    Returns:
+        The pieces in the order in which they run; none for a batch without rows.
+
+    Raises:
+        SplitError: if the batch cannot be cut.
+        TypeError, ValueError: for a size that is none.
+
+    Example:
+        >>> [piece.load().tolist() for piece in pieces_of(torch.arange(5), 2)]
+        [[0, 1], [2, 3], [4]]
+    """
+    if collate is not None and whole:
+        raise SplitError(f"whole={whole!r} names leaves of a batch, but with collate= samples are cut. Leave one out.")
+    limit = _limit(size)
+    if not isinstance(batch, Window):
+        return _pieces(batch, limit, whole, collate)
+    if limit is not None or collate is not None:
+        return [piece for micro_batch in batch for piece in _pieces(micro_batch, limit, whole, collate)]
+    return _ready_made(batch, whole)
+
+
+def _windows(loader: Iterable[T], sizes: Callable[[int], int]) -> Iterator[Window[T]]:
+    micro_batches = iter(loader)
+    for number in count():
+        first = list(islice(micro_batches, 1))  # before the schedule is asked: it may end with the loader
+        if not first:
+            return
+        yield Window([*first, *islice(micro_batches, sizes(number) - 1)])
+
+
+def _schedule(k: Schedule) -> Callable[[int], int]:
+    if callable(k):
+        return lambda number: whole_number(k(number), f"The schedule's value for window {number}", "lambda window: 8")
+    if not isinstance(k, Sequence):
+        fixed = whole_number(k, "k", "wb.windows(loader, 8)")
+        return lambda number: fixed
+    sizes = [whole_number(size, f"k[{place}]", "wb.windows(loader, [1, 2, 4])") for place, size in enumerate(k)]
+    if not sizes:
+        raise ValueError(f"k={k!r} says the size of 0 windows. Give at least one: wb.windows(loader, [8]).")
+    return lambda number: sizes[min(number, len(sizes) - 1)]
+
+
+def _limit(size: Size) -> int | Tokens | None:
+    if isinstance(size, Auto):
+        return size.size
+    if size is None or isinstance(size, Tokens):
+        return size
+    return whole_number(size, "micro_batch_size", "micro_batch_size=4, or wb.Tokens(8192), or wb.Auto(64)")
+
+
+def _pieces(batch: Any, limit: int | Tokens | None, whole: Sequence[str], collate: Collate) -> list[Piece]:
+    if collate is not None:
+        return _pieces_of_samples(batch, limit, collate)
+    nest = Nest(batch, whole)
+    if limit is None:
+        return _one_piece(nest)
+    rows = nest.count_rows()
+    if isinstance(limit, int):
+        return [Piece(nest.take, index) for index in _runs(rows, limit)]
+    return _pieces_by_tokens(nest, limit) if rows else []
+
+
+def _ready_made(window: Window[Any], whole: Sequence[str]) -> list[Piece]:
+    """One piece for each micro-batch; all count the same if there is one whose rows cannot be counted."""
+    pieces = [_one_piece(Nest(micro_batch, whole)) for micro_batch in window]
+    return [piece for one in pieces for piece in one]
+
+
+def _one_piece(nest: Nest) -> list[Piece]:
+    """The batch as it is, whatever it is."""
+    try:
+        rows = nest.count_rows()
+    except SplitError:
+        return [Piece(lambda index: nest.batch, range(1))]
+    return [Piece(nest.take, range(rows))] if rows else []
+
+
+def _runs(rows: int, size: int) -> list[range]:
+    return [range(start, min(start + size, rows)) for start in range(0, rows, size)]
+
+
+def _pieces_by_tokens(nest: Nest, tokens: Tokens) -> list[Piece]:
+    if nest.leaves[0].path == "" and not isinstance(nest.batch, Tensor) and is_sequence(nest.batch):
+        lengths = tokens.lengths(nest.batch)
+        return [Piece(nest.take, index, lengths) for index in tokens.plan(lengths)]
+    padding = Padding(nest, tokens)
+
+    def cut(index: Sequence[int]) -> Any:
+        return nest.take(index, padding.trim(index))
+
+    lengths = padding.lengths
+    return [Piece(cut, index, lengths) for index in tokens.plan(lengths)]
+
+
+def _pieces_of_samples(samples: Any, limit: int | Tokens | None, collate: Callable[[list[Any]], Any]) -> list[Piece]:
+    if not is_sequence(samples) or isinstance(samples, Tensor):
+        raise SplitError(
+            f"collate= makes a micro-batch of a list of samples, but the batch is a {type(samples).__name__}. "
+            "Let the loader yield samples: DataLoader(..., collate_fn=list)."
+        )
+
+    def cut(index: Sequence[int]) -> Any:
+        return collate([samples[row] for row in index])
+
+    rows = len(samples)
+    if isinstance(limit, Tokens):
+        lengths = limit.lengths(samples)
+        return [Piece(cut, index, lengths) for index in limit.plan(lengths)]
+    return [Piece(cut, index) for index in _runs(rows, limit or max(1, rows))]
