@@ -30,7 +30,8 @@ def test_the_examples_of_a_module_run(name: str) -> None:
             raise
         pytest.skip(f"{name} needs {missing.name}")
     flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
-    for example in doctest.DocTestFinder(exclude_empty=True).find(module, globs={"torch": torch, "wb": wb}):
+    known = {**vars(module), "torch": torch, "wb": wb}
+    for example in doctest.DocTestFinder(exclude_empty=True).find(module, globs=known):
         report: list[str] = []
         doctest.DocTestRunner(optionflags=flags).run(example, out=report.append)
         assert not report, "".join(report)
