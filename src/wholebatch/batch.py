@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import operator
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
@@ -103,8 +104,8 @@ class Nest:
 
     def take(self, index: Index, change: Callable[[Leaf, Any], Any] = lambda leaf, cut: cut) -> Any:
         """Cut the rows of ``index`` out of every leaf that has rows, then let ``change(leaf, cut)`` shape each."""
-        index = index if isinstance(index, slice) else _as_slice(index)
-        tensor_index = None if isinstance(index, slice) else torch.as_tensor(index)
+        index = index if isinstance(index, slice) else _as_slice([operator.index(row) for row in index])
+        tensor_index = None if isinstance(index, slice) else torch.tensor(index, dtype=torch.long)
         return self.map(lambda leaf: change(leaf, _cut(leaf, index, tensor_index)))
 
 
@@ -178,9 +179,9 @@ def join(pieces: Sequence[Any], whole: Sequence[str] = ()) -> Any:
                 f"Piece {number} has the leaves {other}, piece 0 has {paths[0]}. "
                 "Pieces can be joined only if each has the same structure."
             )
-    by_path = zip(*(nest.leaves for nest in nests), strict=True)
-    joined = {leaves[0].path: _joined([leaf.value for leaf in leaves], leaves[0].rows) for leaves in by_path}
-    return nests[0].map(lambda leaf: joined[leaf.path])
+    places = zip(*(nest.leaves for nest in nests), strict=True)
+    joined = iter([_joined([leaf.value for leaf in leaves], leaves[0].rows) for leaves in places])
+    return nests[0].map(lambda leaf: next(joined))
 
 
 def move(nest: Any, device: torch.device | str | None) -> Any:
@@ -282,8 +283,9 @@ def _rebuilt(value: Any, parts: list[Any]) -> Any:
 def _rebuilt_mapping(value: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
     if type(value) is dict:
         return items
-    if not isinstance(value, MutableMapping):
-        return type(value)(items)  # type: ignore[call-arg]
+    if not isinstance(value, MutableMapping) or hasattr(type(value), "encodings"):
+        kind: Any = type(value)  # a BatchEncoding's encodings are of all rows: without them it refuses word_ids()
+        return kind(items)
     new = copy.copy(value)  # keeps a default factory and whatever else a subclass holds
     for key, item in items.items():
         new[key] = item
@@ -298,9 +300,9 @@ def _of_type(value: Any, entries: Iterable[Any]) -> Any:
     return type(value)(entries)
 
 
-def _as_slice(index: Sequence[int]) -> Index:
+def _as_slice(index: list[int]) -> Index:
     """A slice where the rows lie together: tensors then need no copy."""
-    if len(index) and all(row == index[0] + place for place, row in enumerate(index)):
+    if index and index == list(range(index[0], index[0] + len(index))):
         return slice(index[0], index[0] + len(index))
     return index
 
@@ -313,7 +315,7 @@ def _cut(leaf: Leaf, index: Index, tensor_index: Tensor | None) -> Any:
         return _cut_tensor(value, index, tensor_index)
     if is_array(value):
         rows = getattr(value, "iloc", value)  # a data frame's own brackets mean columns
-        return rows[index if isinstance(index, slice) else list(index)]
+        return rows[index]
     places = range(*index.indices(leaf.rows)) if isinstance(index, slice) else index
     return _of_type(value, [value[place] for place in places])
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
@@ -14,7 +13,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from wholebatch.batch import Leaf, Nest, is_array
+from wholebatch.batch import Nest
 from wholebatch.errors import SplitError
 
 Length: TypeAlias = "Callable[[Any], int] | str | Sequence[str] | None"
@@ -69,19 +68,19 @@ class Cost:
             The cost in seconds.
 
         Raises:
-            ValueError: for unequal numbers of shapes and times, none at all, or a time that is not positive.
+            ValueError: for unequal numbers of shapes and times, none at all, or one that is not positive.
 
         Example:
             >>> cost = Cost.fit([(1, 8), (2, 8), (4, 8)], [0.3, 0.4, 0.6])
             >>> round(cost.overhead, 6), round(cost(rows=8, longest=8), 6)
             (0.2, 1.0)
         """
-        if not seconds or len(shapes) != len(seconds) or min(seconds) <= 0:
+        if not seconds or len(shapes) != len(seconds) or min(min(seconds), *map(min, shapes)) <= 0:
             raise ValueError(
-                f"{len(shapes)} shapes and {len(seconds)} times cannot be fitted. Give one positive time a shape."
+                f"The shapes {shapes} and times {seconds} cannot be fitted. Give each (rows, longest) one positive time."
             )
         columns = torch.tensor([[1.0, n * longest, n * longest**2] for n, longest in shapes], dtype=torch.float64)
-        return cls(*_non_negative_fit(columns / torch.tensor(seconds, dtype=torch.float64)[:, None]))
+        return cls(*_non_negative_fit(columns / torch.tensor(seconds, dtype=torch.float64)[:, None]).tolist())
 
 
 def plan(lengths: Sequence[int], budget: int, cost: Cost | None = None) -> list[list[int]]:
@@ -149,8 +148,8 @@ class Tokens:
     ``input_ids``, else of the longest 1-d tensor or sequence in the sample.
 
     *A padded batch*: ``mask`` names its (rows, L) mask, or its (rows,) lengths. Every piece is trimmed to its own
-    longest row: the mask, and each tensor (rows, L, ...), on both sides of a square mask. Trimming is exact if
-    masked positions count neither in the model nor in the loss. Padding on the left is trimmed only if
+    longest row: the mask, each tensor (rows, L, ...), and masks (rows, ..., L, L) on both sides. Trimming is exact
+    if masked positions count neither in the model nor in the loss. Padding on the left is trimmed only if
     ``position_ids`` come with the batch, since positions would shift. A tensor that holds anything but one filling
     value where rows are padded (labels: a negative one) may follow another length, or count there: then nothing is
     trimmed, and a warning says so. ``length=("input_ids", "labels")`` names the tensors that follow the mask and
@@ -188,12 +187,22 @@ class Tokens:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "budget", whole_number(self.budget, "Tokens(budget)", "wb.Tokens(8192)"))
-        if self.cost is None:
-            object.__setattr__(self, "cost", Cost(overhead=self.overhead))
+        Cost(overhead=self.overhead)  # refuses what is no overhead
+
+    @property
+    def names(self) -> tuple[str, ...] | None:
+        """The keys named in ``length``; None if it is a function, or nothing."""
+        if self.length is None or callable(self.length):
+            return None
+        return (self.length,) if isinstance(self.length, str) else tuple(self.length)
 
     def plan(self, lengths: Sequence[int]) -> list[list[int]]:
         """Cut rows of these lengths: row numbers of each piece, the piece with the longest row first."""
-        return pack(lengths, self.budget) if self.packed else plan(lengths, self.budget, self.cost)
+        return (
+            pack(lengths, self.budget)
+            if self.packed
+            else plan(lengths, self.budget, self.cost or Cost(overhead=self.overhead))
+        )
 
     def lengths(self, samples: Iterable[Any]) -> list[int]:
         """Return the length of each sample in tokens.
@@ -207,7 +216,7 @@ class Tokens:
         if callable(self.length):
             return operator.index(self.length(sample))
         leaves = Nest((sample,)).leaves
-        names = (self.length,) if isinstance(self.length, str) else self.length or ("input_ids",)
+        names = self.names or ("input_ids",)
         found = [leaf for leaf in leaves if leaf.key in names and leaf.rows is not None]
         if not found and self.length is None:
             found = [leaf for leaf in leaves if len(leaf.shape) == 1]
@@ -217,87 +226,6 @@ class Tokens:
                 f"{' or '.join(map(repr, names))}. Say it: wb.Tokens({self.budget}, length=lambda sample: ...)."
             )
         return max(leaf.shape[0] for leaf in found)
-
-
-class Padding:
-    """Where the real tokens of a padded batch lie, and which of its tensors follow them.
-
-    Row i has its tokens at positions ``starts[i] <= p < stops[i]`` of ``width``.
-
-    Args:
-        nest: the batch.
-        tokens: names the mask and, if the user named them, the tensors with a length axis.
-
-    Raises:
-        SplitError: if there is no such mask, or a named tensor does not have its width.
-    """
-
-    def __init__(self, nest: Nest, tokens: Tokens) -> None:
-        if callable(tokens.length):
-            raise SplitError(
-                f"wb.Tokens({tokens.budget}, length={tokens.length!r}) is a function of one sample, but this batch is "
-                "padded already. Give the samples with collate=, or leave length= out: the mask has the lengths."
-            )
-        mask = _find_mask(nest, tokens)
-        values = torch.as_tensor(mask.value)
-        self.width = values.shape[1] if values.dim() == 2 else int(values.max()) if len(values) else 0
-        self._names = (tokens.length,) if isinstance(tokens.length, str) else tokens.length
-        self._axes = {leaf.path: axes for leaf in nest.leaves if (axes := self._axes_of(leaf, mask))}
-        positions = any(leaf.key == "position_ids" and leaf.path in self._axes for leaf in nest.leaves)
-        starts, stops = _extents(values)
-        self.starts = starts if positions else [0] * len(starts)
-        self.stops = stops
-        self._keep_what_is_no_padding(nest, mask)
-
-    @property
-    def lengths(self) -> list[int]:
-        """What each row asks of the width of its piece."""
-        first = self.starts if len(set(self.stops)) == 1 else [min(self.starts)] * len(self.stops)
-        return [stop - start for start, stop in zip(first, self.stops, strict=True)]
-
-    def trim(self, rows: Sequence[int]) -> Callable[[Leaf, Any], Any]:
-        """Return what trims the leaves of a piece of these rows to its own longest row."""
-        inside = slice(min(self.starts[row] for row in rows), max(self.stops[row] for row in rows))
-
-        def trimmed(leaf: Leaf, cut: Any) -> Any:
-            axes = self._axes.get(leaf.path, ())
-            if not axes or inside == slice(0, self.width):
-                return cut
-            return cut[tuple(inside if axis in axes else slice(None) for axis in range(max(axes) + 1))]
-
-        return trimmed
-
-    def _axes_of(self, leaf: Leaf, mask: Leaf) -> tuple[int, ...]:
-        """The dimensions of a leaf that run along the length."""
-        named = self._names is None or leaf.path in self._names or leaf.key in self._names
-        if leaf.rows is None or not is_array(leaf.value) or not (named or leaf is mask):
-            return ()
-        axes = _length_axes(leaf, self.width)
-        if self._names is not None and not axes and leaf is not mask:
-            raise SplitError(
-                f"length= names {leaf}, but the mask {mask} says that rows are {self.width} wide. "
-                "Name only tensors (rows, length, ...) that follow the mask."
-            )
-        return axes
-
-    def _keep_what_is_no_padding(self, nest: Nest, mask: Leaf) -> None:
-        """Trim nothing if a tensor that nobody named holds something where rows are padded."""
-        if self._names is not None:
-            return
-        place = torch.arange(self.width)
-        starts, stops = torch.tensor(self.starts)[:, None], torch.tensor(self.stops)[:, None]
-        padding = (place < starts) | (place >= stops)
-        for leaf in nest.leaves:
-            follows = leaf is mask or leaf.key == "position_ids" or self._axes.get(leaf.path) != (1,)
-            if not follows and not _is_filling(leaf, padding):
-                self.starts, self.stops = [0] * len(self.starts), [self.width] * len(self.stops)
-                warnings.warn(
-                    f"Nothing is trimmed: {leaf} holds values where {mask} says that rows are padded. It may follow "
-                    "another length, or count there. Name the tensors that follow the mask, with it or without: "
-                    f"wb.Tokens(..., length={tuple(self._axes)}).",
-                    stacklevel=2,
-                )
-                return
 
 
 class Auto:
@@ -431,64 +359,18 @@ def _traced_back(origin: Sequence[int]) -> list[int]:
     return ends[::-1]
 
 
-def _non_negative_fit(columns: Tensor) -> list[float]:
-    """The non-negative x that brings ``columns @ x`` nearest to ones: the best over all sets of non-zero entries."""
-    ones = torch.ones(len(columns), 1, dtype=columns.dtype)
-    scale = columns.norm(dim=0)
-    best, nearest = [0.0] * columns.shape[1], math.inf
-    for size in range(1, columns.shape[1] + 1):
-        for kept in itertools.combinations(range(columns.shape[1]), size):
-            chosen = columns[:, kept] / scale[list(kept)]
-            x = torch.linalg.lstsq(chosen, ones, driver="gelsd").solution
-            distance = float((chosen @ x - ones).norm())
-            if distance < nearest * (1 - 1e-9) and bool((x >= 0).all()):
-                nearest = distance
-                best = [0.0] * columns.shape[1]
-                for place, value in zip(kept, (x[:, 0] / scale[list(kept)]).tolist(), strict=True):
-                    best[place] = value
-    return best
+def _non_negative_fit(columns: Tensor) -> Tensor:
+    """The non-negative x that brings ``columns @ x`` nearest to ones; of equally good ones, that with most zeros."""
+    numbers = range(columns.shape[1])
+    kept = itertools.chain.from_iterable(itertools.combinations(numbers, size) for size in (1, 2, 3))
+    candidates = [x for x in (_fit(columns, list(some)) for some in kept) if bool((x >= 0).all())]
+    return min(candidates, key=lambda x: round(float((columns @ x - 1).norm()), 9))
 
 
-def _find_mask(nest: Nest, tokens: Tokens) -> Leaf:
-    by_path = [leaf for leaf in nest.leaves if leaf.path == tokens.mask]
-    by_key = [leaf for leaf in nest.leaves if leaf.key == tokens.mask]
-    for leaf in by_path or by_key:
-        if is_array(leaf.value) and leaf.rows is not None and len(leaf.shape) <= 2:
-            return leaf
-    raise SplitError(
-        f"wb.Tokens({tokens.budget}) finds the lengths of a padded batch in its mask, but there is no (rows, length) "
-        f"mask or (rows,) lengths {tokens.mask!r} among {', '.join(map(str, nest.leaves))}. Name yours: "
-        f"wb.Tokens({tokens.budget}, mask=...). Or give a list of samples with collate=."
-    )
-
-
-def _length_axes(leaf: Leaf, width: int) -> tuple[int, ...]:
-    """Which dimensions of (rows, L, ...), (rows, L, L) or (rows, heads, L, L) are lengths; only a mask is square."""
-    shape = leaf.shape
-    square = len(shape) in (3, 4) and shape[-2:] == (width, width)
-    if square and ("mask" in leaf.key or getattr(leaf.value, "dtype", None) is torch.bool):
-        return (len(shape) - 2, len(shape) - 1)
-    return (1,) if len(shape) > 1 and shape[1] == width else ()
-
-
-def _extents(mask: Tensor) -> tuple[list[int], list[int]]:
-    """The first position of each row and the one behind its last; an empty row keeps one position."""
-    if mask.dim() == 1:
-        return [0] * len(mask), mask.clamp(min=1).tolist()
-    real = (mask != 0).int()
-    if not real.numel():
-        return [0] * len(real), [min(1, real.shape[1])] * len(real)
-    empty = real.sum(1) == 0
-    starts = real.argmax(1)
-    stops = (real.shape[1] - real.flip(1).argmax(1)).masked_fill(empty, 1)
-    return starts.tolist(), stops.tolist()
-
-
-def _is_filling(leaf: Leaf, padding: Tensor) -> bool:
-    """Whether a leaf holds one value throughout the padding; labels, one that no label has."""
-    values = torch.as_tensor(leaf.value)
-    filling = values[padding.to(values.device)]
-    if not filling.numel():
-        return True
-    constant = bool((filling == filling[:1]).all())
-    return constant and (not leaf.key.endswith("labels") or bool((filling < 0).all()))
+def _fit(columns: Tensor, kept: list[int]) -> Tensor:
+    """Least squares with all entries but some held at zero; the columns are brought to one scale for it."""
+    scale = columns[:, kept].norm(dim=0)
+    ones = columns.new_ones(len(columns), 1)
+    x = columns.new_zeros(columns.shape[1])
+    x[kept] = torch.linalg.lstsq(columns[:, kept] / scale, ones, driver="gelsd").solution[:, 0] / scale
+    return x

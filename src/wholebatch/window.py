@@ -10,7 +10,8 @@ from torch import Tensor
 
 from wholebatch.batch import Nest, is_sequence
 from wholebatch.errors import SplitError
-from wholebatch.sizes import Auto, Padding, Size, Tokens, whole_number
+from wholebatch.padding import Padding
+from wholebatch.sizes import Auto, Size, Tokens, whole_number
 
 T = TypeVar("T")
 Schedule: TypeAlias = "int | Sequence[int] | Callable[[int], int]"
@@ -204,7 +205,12 @@ def _pieces_by_tokens(nest: Nest, tokens: Tokens) -> list[Piece]:
     if nest.leaves[0].path == "" and not isinstance(nest.batch, Tensor) and is_sequence(nest.batch):
         lengths = tokens.lengths(nest.batch)
         return [Piece(nest.take, index, lengths) for index in tokens.plan(lengths)]
-    padding = Padding(nest, tokens)
+    if callable(tokens.length):
+        raise SplitError(
+            f"{tokens} takes the length of one sample, but this batch is padded already. Give a list of samples with "
+            "collate=, or leave length= out: the mask knows the lengths."
+        )
+    padding = Padding(nest, tokens.mask, tokens.names)
 
     def cut(index: Sequence[int]) -> Any:
         return nest.take(index, padding.trim(index))

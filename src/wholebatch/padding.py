@@ -1,0 +1,151 @@
+"""Padded batches: where the real tokens lie, and how a piece is trimmed to its own longest row."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from wholebatch.batch import Leaf, Nest, is_array
+from wholebatch.errors import SplitError
+
+
+class Padding:
+    """Where the real tokens of a padded batch lie, and which of its tensors follow them.
+
+    Row i has its tokens at positions ``starts[i] <= p < stops[i]`` of ``width``; a row without any keeps one
+    position. What follows them: the mask, and each tensor (rows, width, ...); the last two dimensions of masks. If
+    nobody named these, all of them must be mere filling where rows are padded, else nothing is trimmed: a tensor
+    of another length may be as wide by chance, and a loss may count what the model's mask hides.
+
+    Args:
+        nest: the batch, with rows.
+        mask: the key of its (rows, width) mask, or of the (rows,) lengths of rows padded on the right.
+        names: the keys of the tensors that follow the mask; None to find them.
+
+    Raises:
+        SplitError: if there is no such mask, nothing follows it, or a named tensor does not.
+
+    Example:
+        >>> nest = Nest({"ids": torch.tensor([[5, 0, 0], [6, 7, 0]]), "mask": torch.tensor([[1, 0, 0], [1, 1, 0]])})
+        >>> Padding(nest, "mask").lengths
+        [1, 2]
+    """
+
+    def __init__(self, nest: Nest, mask: str, names: Sequence[str] | None = None) -> None:
+        self._names = names
+        self._mask = _find_mask(nest, mask)
+        values = torch.as_tensor(self._mask.value)
+        self.width = values.shape[1] if values.dim() == 2 else self._width_from_lengths(nest, values)
+        self._axes = {leaf.path: axes for leaf in nest.leaves if (axes := self._axes_of(leaf))}
+        if not self._axes.keys() - {self._mask.path}:
+            raise SplitError(
+                f"Rows are {self.width} wide by the mask {self._mask}, but no tensor is: "
+                f"{', '.join(map(str, nest.leaves))}. Name those that follow it: wb.Tokens(..., length=(...))."
+            )
+        starts, self.stops = _extents(values)
+        positions = any(leaf.key == "position_ids" and leaf.path in self._axes for leaf in nest.leaves)
+        self.starts = starts if positions else [0] * len(starts)
+        if names is None:
+            self._keep_what_is_no_filling(nest)
+
+    @property
+    def lengths(self) -> list[int]:
+        """What each row asks of the width of its piece."""
+        one_side = len(set(self.stops)) == 1
+        first = self.starts if one_side else [min(self.starts)] * len(self.stops)
+        return [stop - start for start, stop in zip(first, self.stops, strict=True)]
+
+    def trim(self, rows: Sequence[int]) -> Callable[[Leaf, Any], Any]:
+        """Return what trims the leaves of a piece of these rows to its own longest row; tensors become views."""
+        inside = slice(min(self.starts[row] for row in rows), max(self.stops[row] for row in rows))
+
+        def trimmed(leaf: Leaf, cut: Any) -> Any:
+            axes = self._axes.get(leaf.path, ())
+            if not axes or inside == slice(0, self.width):
+                return cut
+            return cut[tuple(inside if axis in axes else slice(None) for axis in range(max(axes) + 1))]
+
+        return trimmed
+
+    def _width_from_lengths(self, nest: Nest, lengths: Tensor) -> int:
+        """The width of the first named tensor; else what the longest row needs."""
+        named = [leaf for leaf in nest.leaves if self._is_named(leaf) and len(leaf.shape) > 1]
+        return named[0].shape[1] if named else int(lengths.max())
+
+    def _is_named(self, leaf: Leaf) -> bool:
+        return self._names is not None and (leaf.path in self._names or leaf.key in self._names)
+
+    def _axes_of(self, leaf: Leaf) -> tuple[int, ...]:
+        """The dimensions of a leaf that run along the length."""
+        sought = self._names is None or leaf is self._mask or self._is_named(leaf)
+        if not sought or leaf.rows is None or not is_array(leaf.value):
+            return ()
+        axes = _length_axes(leaf, self.width)
+        if self._is_named(leaf) and not axes and leaf is not self._mask:
+            raise SplitError(
+                f"length= names {leaf}, but rows are {self.width} wide by the mask {self._mask}. "
+                f"Leave {leaf.key!r} out: only tensors (rows, length, ...) that follow the mask are trimmed with it."
+            )
+        return axes
+
+    def _keep_what_is_no_filling(self, nest: Nest) -> None:
+        """Trim nothing if one of the tensors holds something where rows are padded."""
+        place = torch.arange(self.width)
+        starts, stops = torch.tensor(self.starts)[:, None], torch.tensor(self.stops)[:, None]
+        padded = (place < starts) | (place >= stops)
+        for leaf in nest.leaves:
+            harmless = leaf is self._mask or leaf.key == "position_ids"
+            if self._axes.get(leaf.path) == (1,) and not harmless and not _is_filling(leaf, padded):
+                self.starts, self.stops = [0] * len(self.starts), [self.width] * len(self.stops)
+                warnings.warn(
+                    f"Nothing is trimmed: {leaf.path!r} is as wide as {self._mask.path!r}, but holds values where that "
+                    "says that rows are padded. It may follow another length, or count there. Name the tensors that "
+                    f"follow the mask, with or without it: wb.Tokens(..., length={tuple(self._axes)}).",
+                    stacklevel=2,
+                )
+                return
+
+
+def _find_mask(nest: Nest, name: str) -> Leaf:
+    by_path = [leaf for leaf in nest.leaves if leaf.path == name]
+    by_key = [leaf for leaf in nest.leaves if leaf.key == name]
+    for leaf in by_path or by_key:
+        if is_array(leaf.value) and leaf.rows is not None and len(leaf.shape) <= 2:
+            return leaf
+    raise SplitError(
+        f"Tokens are counted by the mask of a padded batch, but there is no (rows, length) mask and no (rows,) lengths "
+        f"{name!r} among {', '.join(map(str, nest.leaves))}. Name yours: wb.Tokens(..., mask='lengths'). "
+        "Or give a list of samples with collate=."
+    )
+
+
+def _length_axes(leaf: Leaf, width: int) -> tuple[int, ...]:
+    """Which dimensions run along the length: the last two may in a mask (rows, heads, L, L), else the second."""
+    shape = leaf.shape
+    if len(shape) > 2 and ("mask" in leaf.key or getattr(leaf.value, "dtype", None) is torch.bool):
+        return tuple(axis for axis in range(max(1, len(shape) - 2), len(shape)) if shape[axis] == width)
+    return (1,) if len(shape) > 1 and shape[1] == width else ()
+
+
+def _extents(mask: Tensor) -> tuple[list[int], list[int]]:
+    """The first position of each row and the one behind its last."""
+    if mask.dim() == 1:
+        return [0] * len(mask), mask.clamp(min=1).tolist()
+    real = torch.nn.functional.pad(mask != 0, (0, 1)).int()  # a column more, so that an empty row has a first 0
+    width = mask.shape[1]
+    starts = real.argmax(1)
+    stops = (width - real[:, :width].flip(1).argmax(1)) if width else starts
+    empty = real.sum(1) == 0
+    return starts.tolist(), stops.masked_fill(empty, min(1, width)).tolist()
+
+
+def _is_filling(leaf: Leaf, padded: Tensor) -> bool:
+    """Whether a leaf holds one value throughout the padding; labels, one that no label has."""
+    values = torch.as_tensor(leaf.value)
+    filling = values[padded.to(values.device)]
+    constant = bool((filling == filling[:1]).all())
+    return constant and (not leaf.key.endswith("labels") or bool((filling < 0).all()))
