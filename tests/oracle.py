@@ -50,20 +50,28 @@ def whole_batch(model: nn.Module, loss: Callable[[nn.Module, Any], torch.Tensor]
 
 def to_float64(value: Any) -> Any:
     """Return `value` (a module, a tensor, or a nest of them) with every real or complex number in double precision."""
+    return in_precision(value, torch.float64)
+
+
+def in_precision(value: Any, dtype: torch.dtype) -> Any:
+    """Return `value` with every real number in `dtype` and every complex one in its complex kin; modules in place."""
     if isinstance(value, nn.Module):
         for owned in value.modules():
             for name, tensor in [*owned.named_parameters(recurse=False), *owned.named_buffers(recurse=False)]:
                 if not tensor.is_meta:
-                    getattr(owned, name).data = to_float64(tensor.data)
+                    getattr(owned, name).data = in_precision(tensor.data, dtype)
         return value
     if isinstance(value, torch.Tensor):
-        return (
-            value.to(torch.complex128) if value.is_complex() else value.double() if value.is_floating_point() else value
-        )
+        wide = dtype.to_complex() if value.is_complex() else dtype
+        return value.to(wide) if value.is_complex() or value.is_floating_point() else value
     if isinstance(value, Mapping):
-        return {key: to_float64(item) for key, item in value.items()}
+        changed = {key: in_precision(item, dtype) for key, item in value.items()}
+        return changed if type(value) is dict else type(value)(changed)
     if isinstance(value, (list, tuple)):
-        return type(value)(to_float64(item) for item in value)
+        return type(value)(in_precision(item, dtype) for item in value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        return type(value)(**in_precision(fields, dtype))
     return value
 
 

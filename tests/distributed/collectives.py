@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
@@ -21,7 +22,7 @@ class Collectives(TorchDispatchMode):
 
     >>> with Collectives() as seen:
     ...     loss.backward()
-    >>> seen.count("allreduce", at_least=1000)
+    >>> seen.gradient_reductions(model)
     """
 
     def __init__(self) -> None:
@@ -32,16 +33,16 @@ class Collectives(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func.namespace in ("c10d", "_c10d_functional"):
-            self.seen.append(Collective(_plain_name(func), sum(t.numel() for t in _tensors(args[-1:] + args[:2]))))
+            self.seen.append(Collective(_plain_name(func), max(_numbers(arg) for arg in args)))
         return func(*args, **(kwargs or {}))
 
-    def count(self, name: str, at_least: int = 0) -> int:
-        """Return how many collectives of this name (`allreduce`, `reduce_scatter`) handed in so many numbers."""
-        return sum(1 for one in self.seen if one.name == name and one.numbers >= at_least)
+    def count(self, name: str, numbers: int | None = None) -> int:
+        """Return how many collectives of this name (`allreduce`, `reduce_scatter`) there were, of that size."""
+        return sum(1 for one in self.seen if one.name == name and numbers in (None, one.numbers))
 
-    def gradient_reductions(self, parameters: int) -> int:
-        """Return how many all-reduces were as large as the model: those of the small agreements are smaller."""
-        return self.count("allreduce", at_least=parameters)
+    def gradient_reductions(self, model: nn.Module) -> int:
+        """Return how many all-reduces carried exactly the gradient of `model`, all parameters in one bucket."""
+        return self.count("allreduce", sum(p.numel() for p in model.parameters() if p.requires_grad))
 
 
 def _plain_name(func: Callable[..., Any]) -> str:
@@ -49,9 +50,7 @@ def _plain_name(func: Callable[..., Any]) -> str:
     return name.strip("_").removesuffix("_base")
 
 
-def _tensors(args: Any) -> Iterator[torch.Tensor]:
-    if isinstance(args, torch.Tensor):
-        yield args
-    elif isinstance(args, (list, tuple)):
-        for item in args:
-            yield from _tensors(item)
+def _numbers(arg: Any) -> int:
+    if isinstance(arg, torch.Tensor):
+        return arg.numel()
+    return sum(_numbers(item) for item in arg) if isinstance(arg, (list, tuple)) else 0
