@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from importlib.metadata import version as installed_version
+from wholebatch import __version__
 
 project = "wholebatch"
 author = "the wholebatch authors"
 project_copyright = author
-release = version = installed_version("wholebatch")
+release = version = __version__
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 myst_enable_extensions = ["dollarmath", "deflist"]
