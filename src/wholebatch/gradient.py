@@ -11,8 +11,8 @@ batch. A micro-batch sees only its share of them. Its backward is exact if its s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -34,9 +34,11 @@ from wholebatch.denominators import (
 from wholebatch.errors import LossError, SyncError
 from wholebatch.loss import Answer, Count, TermKey, read
 from wholebatch.options import Options, checked
-from wholebatch.precision import Gradients, device_of, leaves_of
+from wholebatch.memory import offloaded
+from wholebatch.precision import Gradients, device_of, leaves_of, nodes_of
+from wholebatch.recovery import Recovery, Redo
 from wholebatch.refusals import refuse_inexact
-from wholebatch.sizes import Size
+from wholebatch.sizes import Auto, Size
 from wholebatch.state import State
 from wholebatch.sums import KNOWN, Sums, Tally, stated_sums
 from wholebatch.sync import Ranks, Status, ranks_of
@@ -126,24 +128,23 @@ class Pending:
     coefficient: Count
     items: Count
     losses: list[list[Tensor]]
-    settled: bool = False
 
     def finish(self, factor: Count = 1.0) -> Result:
         """Multiply the window's sum and add it to what ``.grad`` held before."""
-        self.settled = True
+        self.merge(factor)
+        self.gradients.round()
+        return self.result
+
+    def merge(self, factor: Count = 1.0) -> None:
+        """Do all that ``finish`` does but the rounding of sums that are wider than their parameters."""
         if isinstance(self.items, float) and not self.items:
             self.gradients.zero()
         elif not _is_one(self.coefficient) or not _is_one(factor):
             self.gradients.scale(self.coefficient * factor)
         if isinstance(self.items, Tensor):
             self.gradients.mask(self.items)
-        self.gradients.put_back()
-        return self.result
-
-    def finished(self) -> Pending:
-        """Finish, and go on with nothing left to multiply."""
-        self.finish()
-        return replace(self, coefficient=1.0)
+        self.gradients.merge()
+        self.coefficient = 1.0
 
 
 def accumulate(
@@ -153,20 +154,27 @@ def accumulate(
     micro_batch_size: Size = None,
     *,
     scaler: GradScaler | None = None,
+    also: Iterable[Tensor] = (),
     **options: Unpack[Options],
 ) -> Pending:
-    """Run all pieces of a window and leave the last multiplication to the caller."""
+    """Run all pieces of a window and leave the last multiplication to the caller.
+
+    Args:
+        also: further tensors whose gradients belong to the window, such as an optimizer's.
+    """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is {type(model).__name__}; pass the torch.nn.Module whose gradient is wanted.")
     chosen = checked(options)
     ranks = ranks_of(model)
-    gradients = Gradients(model.parameters(), views=ranks.views)
-    with gradients, ranks:
-        pieces = pieces_of(
-            batch, micro_batch_size, whole=chosen.get("whole", ()), collate=chosen.get("collate")
-        )
-        refuse_inexact(model, pieces, chosen)
-        return _Run(model, loss_fn, pieces, scaler, ranks, gradients).pending(chosen.get("items"))
+    auto = micro_batch_size if isinstance(micro_batch_size, Auto) else None
+    gradients = Gradients(
+        [*model.parameters(), *also], ranks.views, chosen.get("accumulate_in"), journal=auto is not None
+    )
+    with ranks:
+        pieces = pieces_of(batch, micro_batch_size, whole=chosen.get("whole", ()), collate=chosen.get("collate"))
+        refuse_inexact(model, pieces, chosen, auto is not None)
+        with gradients:
+            return _Run(model, loss_fn, pieces, scaler, ranks, gradients, auto, chosen).pending()
 
 
 class _Recount(Exception):
@@ -184,41 +192,42 @@ class _Run:
         scaler: GradScaler | None,
         ranks: Ranks,
         gradients: Gradients,
+        auto: Auto | None,
+        options: Options,
     ) -> None:
-        self.model, self.loss_fn, self.pieces = model, loss_fn, pieces
-        self.ranks, self.gradients = ranks, gradients
+        self.model, self.loss_fn, self.pieces = model, loss_fn, list(pieces)
+        self.ranks, self.gradients, self.options = ranks, gradients, options
+        self.recovery = None if auto is None else Recovery(auto, model, gradients)
         self.device = device_of(model)
         self.seeds = _Seeds(scaler, ranks.world)
-        self.rows = sum(piece.rows for piece in pieces)
         self.extent = sum(piece.size for piece in pieces)
-        self.explored = len(pieces) < 2 and ranks.world == 1
+        distributed = ranks.world > 1
+        self.apart = distributed and (auto is not None or options.get("accumulate_in") is not None)
+        self.single = len(pieces) < 2 and auto is None and not self.apart
+        self.explored = self.single and not distributed
 
-    def pending(self, items: Callable[[Any], Any] | None) -> Pending:
+    def pending(self) -> Pending:
         """Run the window in one pass if its terms allow, else know the denominators first."""
-        if items is not None:
-            return self._attempt(self._stated(items))
-        single, alone = len(self.pieces) < 2, self.ranks.world == 1
-        start = None if single and alone else State(self.model)
-        try:
-            return self._attempt(Provisional(self.ranks.world, exact_last=single or not alone, loose=not single))
-        except _Recount:
+        items = self.options.get("items")
+        state = None if self.explored else State(self.model)
+        known = None if items is None else self._stated(items)
+        while True:
+            try:
+                return self._attempt(known or self._provisional())
+            except Redo:
+                assert self.recovery is not None and state is not None  # who else would ask for it
+                self.pieces = [part for piece in self.pieces for part in self.recovery.fitting(piece)]
+            except _Recount:
+                assert state is not None  # one piece of one process knows all its denominators
+                state.restore()
+                known = self._counted()
             self.gradients.restart()
-        assert start is not None  # one piece of one process knows all its denominators
-        start.restore()
-        known = self._counted()
-        start.restore()
-        return self._attempt(known)
+            state.restore()
 
     def _attempt(self, denominators: Denominators) -> Pending:
-        """Run every piece, hold the last backward until all ranks agree, and leave one factor to be applied."""
+        """Run every piece, agree with all ranks before gradients travel, and leave one factor to be applied."""
         tally = Tally()
-        waiting: Answer | None = None
-        for piece in self.pieces:
-            self._propagate(waiting, denominators)
-            waiting = self._forward(piece, tally)
-            if waiting is not None and not denominators.admit(waiting, self.extent / max(piece.size, 1)):
-                self.ranks.agree(Status.RECOUNT, Sums())
-                raise _Recount
+        waiting, micro_batches = self._run_pieces(tally, denominators)
         here = tally.sums()
         denominators.check(here)
         agreement = self.ranks.agree(Status.READY, here, denominators.loose)
@@ -230,12 +239,46 @@ class _Run:
             self.gradients.scale(factor)
             factor = 1.0
         self.ranks.settle()
-        self._propagate(waiting, denominators, last=True)
-        result = Result(**sums.report(self.device), micro_batches=len(self.pieces), rows=self.rows)
+        if self.options.get("accumulate_in") is not None:
+            self.ranks.reduce(self.gradients)
+        else:
+            self._propagate(waiting, denominators, last=True)
+        rows = sum(piece.rows for piece in self.pieces)
+        result = Result(**sums.report(self.device), micro_batches=micro_batches, rows=rows)
         return Pending(result, self.gradients, factor, sums.items, tally.losses)
 
+    def _run_pieces(self, tally: Tally, denominators: Denominators) -> tuple[Answer | None, int]:
+        """Run the pieces; return the last answer if its backward waits for the agreement, and how many ran."""
+        waiting: Answer | None = None
+
+        def whole_piece(piece: Piece) -> None:
+            self._propagate(self._admitted(piece, tally, denominators), denominators)
+
+        if self.recovery is not None:
+            ran = sum(self.recovery.run(piece, tally, whole_piece) for piece in self.pieces)
+            self.recovery.rest()
+            return None, ran
+        for piece in self.pieces:
+            self._propagate(waiting, denominators)
+            waiting = self._admitted(piece, tally, denominators)
+        if self.apart:
+            self._propagate(waiting, denominators)
+            waiting = None
+        return waiting, len(self.pieces)
+
+    def _provisional(self) -> Provisional:
+        exact_last = self.single or (self.ranks.world > 1 and not self.apart)
+        return Provisional(self.ranks.world, exact_last, loose=not self.single)
+
+    def _admitted(self, piece: Piece, tally: Tally, denominators: Denominators) -> Answer | None:
+        answer = self._forward(piece, tally)
+        if answer is not None and not denominators.admit(answer, self.extent / max(piece.size, 1)):
+            self.ranks.agree(Status.RECOUNT, Sums())
+            raise _Recount
+        return answer
+
     def _forward(self, piece: Piece, tally: Tally) -> Answer | None:
-        with self.ranks.local():
+        with self.ranks.local(), offloaded(self.model, self.options.get("offload", False)):
             returned = self.loss_fn(self.model, move(piece.load(), self.device))
         answer = tally.add(read(returned, piece.rows))
         if answer is not None and not self.explored:
@@ -255,7 +298,8 @@ class _Run:
             )
 
     def _propagate(self, answer: Answer | None, denominators: Denominators, last: bool = False) -> None:
-        outputs, seeds = [], []
+        outputs: list[Tensor] = []
+        seeds: list[Tensor | None] = []
         if answer is not None:
             divisors = denominators.of(answer)
             for key, (weighted, factor) in _factors(answer).items():
@@ -267,8 +311,13 @@ class _Run:
             outputs, seeds = self.ranks.idle(self.gradients.parameters.values()), [None]
         if last:
             self.ranks.arm(outputs)
-        if outputs:
+        if not outputs:
+            return
+        try:
             torch.autograd.backward(outputs, seeds)
+        except RuntimeError:  # only then is it worth a look whether parts of the graph added on their own
+            self.gradients.torn |= any("CheckpointFunction" in node.name() for node in nodes_of(outputs))
+            raise
 
     def _stated(self, items: Callable[[Any], Any]) -> Denominators:
         """Know the denominators from ``items=`` alone."""
@@ -278,8 +327,15 @@ class _Run:
     def _counted(self) -> Denominators:
         """Know the denominators from a forward pass over every piece, graphs dropped one by one."""
         tally = Tally()
-        for piece in self.pieces:
+
+        def look(piece: Piece) -> None:
             self._forward(piece, tally)
+
+        for piece in self.pieces:
+            if self.recovery is None:
+                look(piece)
+            else:
+                self.recovery.run(piece, tally, look)
         return self._known(tally.sums(), "The counting pass", counted_divisors)
 
     def _known(self, here: Sums, source: str, of: Callable[[Sums, Answer], Divisors]) -> Denominators:

@@ -238,7 +238,9 @@ def read(returned: object, rows: int) -> Answer | None:
     if returned is None:
         return Answer({}, metrics, named=False) if metrics else None
     if isinstance(returned, Mapping):
-        named = {(str(name), j): part for name, value in returned.items() for j, part in enumerate(_parts(value, rows))}
+        named: dict[TermKey, Mean] = {
+            (str(name), j): part for name, value in returned.items() for j, part in enumerate(_parts(value, rows))
+        }
         return Answer(named, metrics, named=True)
     return Answer({(i, 0): part for i, part in enumerate(_parts(returned, rows))}, metrics, named=False)
 
@@ -299,7 +301,7 @@ def _metric(name: object, value: object) -> Mean:
     parts = _parts(value, rows=1)
     if len(parts) != 1:
         raise LossError(f"The metric {name!r} is a sum of {len(parts)} terms; give each its own name.")
-    return replace(parts[0], total=parts[0].total.detach(), source=parts[0].source)
+    return replace(parts[0], total=parts[0].total.detach())
 
 
 def _weight(factor: object) -> Count:

@@ -8,6 +8,8 @@ from types import TracebackType
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node
+from torch.utils.hooks import RemovableHandle
 
 from wholebatch.loss import Count
 
@@ -18,26 +20,46 @@ class Gradients:
     The window's own sum may be multiplied or dropped without touching what the user had accumulated; leaving
     the ``with`` block by an exception drops it, so ``.grad`` is then as before the call.
 
-    1. :meth:`__enter__` sets existing gradients aside, so that ``.grad`` holds the window's sum alone.
-    2. Backward passes add to ``.grad`` as usual.
+    1. :meth:`__enter__` sets existing gradients aside, so that the window's sum stands alone.
+    2. Backward passes add to it: in ``.grad``, or in wider buffers for parameters of few bits.
     3. :meth:`scale` brings the sum to its true denominator.
-    4. :meth:`put_back` adds what was set aside, in place, as ``loss.backward()`` would have done.
+    4. :meth:`merge` adds what was set aside, as ``loss.backward()`` would have done.
+    5. :meth:`round` leaves all in ``.grad``, in the parameters' own precision.
+
+    Attributes:
+        fired: the parameters that the current backward has added to so far.
+        torn: whether some backward added to a parameter more than once, so that after a failure it cannot be told how
+            much of it is there.
 
     Args:
         parameters: the tensors that may receive gradients.
         views: whether ``.grad`` may be a view into buckets that others write to, so that it must be copied.
+        accumulate_in: the precision of the sum for parameters of fewer bits; None for their own.
+        journal: whether to record which parameters each backward has already added to.
     """
 
-    def __init__(self, parameters: Iterable[Tensor], views: bool = False) -> None:
+    def __init__(
+        self,
+        parameters: Iterable[Tensor],
+        views: bool = False,
+        accumulate_in: torch.dtype | None = None,
+        journal: bool = False,
+    ) -> None:
         self.parameters = {id(p): p for p in parameters if p.requires_grad}
-        self._views = views
+        self.fired: set[int] = set()
+        self.torn = False
+        self._views, self._dtype, self._journal = views, accumulate_in, journal
         self._aside: dict[int, Tensor] = {}
+        self._wide: dict[int, Tensor] = {}
+        self._hooks: list[RemovableHandle] = []
 
     def __enter__(self) -> Gradients:
-        self._set_aside(self.parameters.values())
+        self._begin(self.parameters.values())
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
+        for hook in self._hooks:
+            hook.remove()
         if kind is not None:
             self.drop()
 
@@ -45,73 +67,135 @@ class Gradients:
         """Take in further leaves that are about to receive gradients; return those that are new."""
         new = [leaf for leaf in leaves if id(leaf) not in self.parameters]
         self.parameters.update((id(leaf), leaf) for leaf in new)
-        self._set_aside(new)
+        self._begin(new)
         return new
-
-    @property
-    def held(self) -> list[Tensor]:
-        """The tensors in which the window's sum now lies."""
-        return [p.grad for p in self.parameters.values() if p.grad is not None]
 
     @property
     def clean(self) -> bool:
         """Whether nothing stood in ``.grad`` before the window."""
         return not self._aside
 
+    def held(self, parameters: Iterable[Tensor] | None = None) -> list[Tensor]:
+        """List the tensors in which the window's sum now lies, of all or of the given parameters."""
+        sums = (self.take(p) for p in (self.parameters.values() if parameters is None else parameters))
+        return [total for total in sums if total is not None]
+
+    def take(self, parameter: Tensor) -> Tensor | None:
+        """Return a parameter's sum."""
+        return self._wide[id(parameter)] if id(parameter) in self._wide else parameter.grad
+
+    def put(self, parameter: Tensor, total: Tensor | None) -> None:
+        """Make a tensor the parameter's sum."""
+        if not self._widens(parameter):
+            parameter.grad = total
+        elif total is None:
+            self._wide.pop(id(parameter), None)
+        else:
+            self._wide[id(parameter)] = total.to(self._dtype)
+
     def scale(self, factor: Count) -> None:
         """Multiply the window's sum by a factor, in float32 or better whatever the gradients' dtype."""
-        scale_(self.held, factor)
+        scale_(self.held(), factor)
 
     def zero(self) -> None:
         """Write zeros into the window's sum, whatever it holds."""
-        for grad in self.held:
-            grad.zero_()
+        for total in self.held():
+            total.zero_()
 
     def mask(self, alive: Tensor) -> None:
         """Write zeros into the window's sum unless a truth value on the device holds, without reading it."""
-        for grad in self.held:
-            if not grad.is_sparse:
-                grad.masked_fill_(~alive.to(grad.device), 0)
+        for total in self.held():
+            if not total.is_sparse:
+                total.masked_fill_(~alive.to(total.device), 0)
 
-    def put_back(self) -> None:
+    @torch.no_grad()
+    def merge(self) -> None:
         """Add what was set aside; the tensor that the user held is the one that remains in ``.grad``."""
         for key, before in self._aside.items():
             parameter = self.parameters[key]
-            parameter.grad = before if parameter.grad is None else before.add_(parameter.grad)
-        self._aside.clear()
+            total = self.take(parameter)
+            if self._widens(parameter):
+                self.put(parameter, before if total is None else total.add_(before))
+            else:
+                parameter.grad = before if total is None else before.add_(total)
+        self._aside = {key: before for key, before in self._aside.items() if key in self._wide}
+
+    @torch.no_grad()
+    def round(self) -> None:
+        """Bring the sums of parameters of few bits into ``.grad``, rounded once."""
+        for key, total in self._wide.items():
+            parameter = self.parameters[key]
+            before = self._aside.pop(key, None)
+            parameter.grad = total.to(parameter.dtype) if before is None else before.copy_(total)
+        self._wide.clear()
 
     def drop(self, keep: Callable[[Tensor], bool] = lambda parameter: False) -> None:
         """Take back what the window added, except to the parameters that ``keep`` names."""
         for key, parameter in self.parameters.items():
             if not keep(parameter):
+                self._wide.pop(key, None)
                 parameter.grad = self._aside.pop(key, None)
 
     def restart(self) -> None:
         """Forget the window's sum and begin it anew."""
         for parameter in self.parameters.values():
-            parameter.grad = None
+            self.put(parameter, None)
 
-    def _set_aside(self, parameters: Iterable[Tensor]) -> None:
+    def set_apart(self) -> dict[int, Tensor]:
+        """Take out the sums of those parameters that the current backward has already added to."""
+        apart = {}
+        for key in self.fired:
+            total = self.take(self.parameters[key])
+            if total is not None:
+                apart[key] = total
+            self.put(self.parameters[key], None)
+        return apart
+
+    def put_in(self, apart: dict[int, Tensor]) -> None:
+        """Put back what was set apart in place of what has been added since."""
+        for key, total in apart.items():
+            self.put(self.parameters[key], total)
+
+    def _begin(self, parameters: Iterable[Tensor]) -> None:
         for parameter in parameters:
             if parameter.grad is not None:
                 grad = parameter.grad
                 self._aside[id(parameter)] = grad.clone() if self._views else grad
                 parameter.grad = None
+            if self._journal or self._widens(parameter):
+                hook = parameter.register_post_accumulate_grad_hook(self._note)  # type: ignore[no-untyped-call]
+                self._hooks.append(hook)
+
+    def _widens(self, parameter: Tensor) -> bool:
+        return self._dtype is not None and is_half(parameter)
+
+    def _note(self, parameter: Tensor) -> None:
+        """Record that a backward has added to a parameter, and move what it added to the wider sum."""
+        key, grad = id(parameter), parameter.grad
+        self.torn |= key in self.fired
+        self.fired.add(key)
+        if grad is not None and self._widens(parameter):
+            total = self._wide.get(key)
+            self._wide[key] = grad.to(self._dtype) if total is None else total.add_(grad)
+            parameter.grad = None
+
+
+def nodes_of(outputs: Iterable[Tensor]) -> set[Node]:
+    """Collect the nodes of the graph that a backward pass from these outputs would run through."""
+    stack = [node for node in (output.grad_fn for output in outputs) if node is not None]
+    seen = set(stack)
+    while stack:
+        following = stack.pop().next_functions
+        fresh = {node for node, _ in following if node is not None and node not in seen}
+        seen |= fresh
+        stack.extend(fresh)
+    return seen
 
 
 def leaves_of(outputs: Iterable[Tensor]) -> list[Tensor]:
     """List the leaf tensors that a backward pass from these outputs would reach."""
-    stack = [node for node in (output.grad_fn for output in outputs) if node is not None]
-    seen, leaves = set(stack), []
-    while stack:
-        node = stack.pop()
-        leaf = getattr(node, "variable", None)
-        if leaf is not None:
-            leaves.append(leaf)
-        fresh = [following for following, _ in node.next_functions if following is not None and following not in seen]
-        seen.update(fresh)
-        stack.extend(fresh)
-    return leaves
+    leaves = (getattr(node, "variable", None) for node in nodes_of(outputs))
+    return [leaf for leaf in leaves if leaf is not None]
 
 
 @torch.no_grad()
@@ -152,7 +236,8 @@ def total_norm(grads: Sequence[Tensor], device: torch.device) -> Tensor:
     for (_, dtype), group in groups.items():
         wide = dtype if dtype.is_complex else torch.promote_types(dtype, torch.float32)
         norms += [norm.real.to(device, precise(device)) for norm in torch._foreach_norm(group, 2, dtype=wide)]
-    return torch.linalg.vector_norm(torch.stack(norms))
+    joined: Tensor = torch.linalg.vector_norm(torch.stack(norms))
+    return joined
 
 
 def precise(device: torch.device) -> torch.dtype:

@@ -11,14 +11,17 @@ from wholebatch.options import Options
 from wholebatch.window import Piece
 
 
-def refuse_inexact(model: nn.Module, pieces: Sequence[Piece], options: Options) -> None:
+def refuse_inexact(model: nn.Module, pieces: Sequence[Piece], options: Options, splits: bool = False) -> None:
     """Raise if running these pieces one after another would not give the gradient of the batch.
+
+    Args:
+        splits: whether a single piece, too, may be split on the way.
 
     Raises:
         InexactError: for BatchNorm layers that use batch statistics, unless ``batch_norm="micro"`` was chosen, and
             for parameters that are updated or read by a hook before the window ends.
     """
-    if len(pieces) < 2:
+    if len(pieces) < 2 and not splits:
         return
     _refuse_hooks(model)
     if options.get("batch_norm") is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -17,8 +17,8 @@ from wholebatch.errors import NonFiniteError
 from wholebatch.gradient import LossFunction, Pending, Result, accumulate
 from wholebatch.loss import Count
 from wholebatch.options import Options, checked
-from wholebatch.precision import precise, scale_, total_norm
-from wholebatch.sizes import Size
+from wholebatch.precision import precise, total_norm
+from wholebatch.sizes import Auto, Size
 
 VERSION = 1
 """Of the state dict's layout."""
@@ -111,20 +111,22 @@ class Step:
             NonFiniteError: if the loss or the norm is not finite, unless a scaler or ``on_nonfinite="skip"`` deals
                 with it; the gradient then stays in ``.grad``, and nothing else has changed.
         """
+        mine = [p for group in self.optimizer.param_groups for p in group["params"]]
         pending = accumulate(
-            self.model, self.loss_fn, batch, self.micro_batch_size, scaler=self.scaler, **self.options
+            self.model, self.loss_fn, batch, self.micro_batch_size, scaler=self.scaler, also=mine, **self.options
         )
-        mine = self._parameters()
-        pending.gradients.drop(keep=lambda parameter: id(parameter) in mine)
-        if not pending.gradients.clean or not mine.keys() <= pending.gradients.parameters.keys():
-            pending = pending.finished()
-        norm, loss, items = self._read(pending, mine.values())
+        ours = {id(p) for p in mine}
+        pending.gradients.drop(keep=lambda parameter: id(parameter) in ours)
+        if not pending.gradients.clean:
+            pending.merge()
+        norm, loss, items = self._read(pending)
         pending.items = float(items)
         lrs = [float(group["lr"]) for group in self.optimizer.param_groups]
         reason = self._refusal(pending, norm, loss, items)
         if reason is None:
-            self._update(pending, mine.values(), norm)
+            self._update(pending, norm)
         elif items and self.scaler is not None:
+            pending.finish()
             self.scaler.unscale_(self.optimizer)
             self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
@@ -139,7 +141,7 @@ class Step:
             "version": VERSION,
             "counters": {"windows": self.windows, "steps": self.steps, "rows": self.rows},
             "scaler": None if self.scaler is None else self.scaler.state_dict(),
-            "size": size.state_dict() if hasattr(size, "state_dict") else None,
+            "size": size.state_dict() if isinstance(size, Auto) else None,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -157,18 +159,14 @@ class Step:
         self.windows, self.steps, self.rows = counters["windows"], counters["steps"], counters["rows"]
         if self.scaler is not None:
             self.scaler.load_state_dict(state["scaler"])
-        if state["size"] is not None and hasattr(self.micro_batch_size, "load_state_dict"):
+        if state["size"] is not None and isinstance(self.micro_batch_size, Auto):
             self.micro_batch_size.load_state_dict(state["size"])
 
-    def _parameters(self) -> dict[int, Tensor]:
-        return {id(p): p for group in self.optimizer.param_groups for p in group["params"]}
-
-    def _read(self, pending: Pending, parameters: Iterable[Tensor]) -> tuple[float, float, bool]:
+    def _read(self, pending: Pending) -> tuple[float, float, bool]:
         """Learn the gradient's norm, the loss and whether there were items: the one wait for the device."""
-        grads = [p.grad for p in parameters if p.grad is not None]
         loss = pending.result.loss
         wide = precise(loss.device)
-        norm = total_norm(grads, loss.device).to(wide) * _tensor(pending.coefficient, loss.device, wide).abs()
+        norm = total_norm(pending.gradients.held(), loss.device).to(wide) * _tensor(pending.coefficient, loss.device, wide).abs()
         if self.scaler is not None:
             norm = norm / self.scaler.scale(torch.ones((), device=loss.device))
         numbers = torch.stack([norm.to(wide), loss.to(wide), _tensor(pending.items, loss.device, wide)]).tolist()
@@ -190,14 +188,10 @@ class Step:
             'stays in .grad. Call optimizer.zero_grad() and go on, pass on_nonfinite="skip", or a scaler for fp16.'
         )
 
-    def _update(self, pending: Pending, parameters: Iterable[Tensor], norm: float) -> None:
-        clip = 1.0 if self.max_grad_norm is None else min(1.0, self.max_grad_norm / (norm + 1e-6))
+    def _update(self, pending: Pending, norm: float) -> None:
+        pending.finish(1.0 if self.max_grad_norm is None else min(1.0, self.max_grad_norm / (norm + 1e-6)))
         if self.scaler is not None:
             self.scaler.unscale_(self.optimizer)
-        if pending.settled:
-            scale_([p.grad for p in parameters if p.grad is not None], clip)
-        else:
-            pending.finish(clip)
         self.optimizer.step()
         if self.scaler is not None:
             self.scaler.update()

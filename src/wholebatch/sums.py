@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -82,13 +82,13 @@ class Sums:
         return sums
 
     def report(self, device: torch.device | None) -> dict[str, Any]:
-        """Work out loss, terms, items and metrics: Result's fields of these names."""
+        """Work out loss, terms, items and metrics: `Result`'s fields of these names."""
         means: dict[TermKey, Tensor] = {}
         shares: dict[TermKey, Tensor] = {}
         for key, kind in self.schema.terms:
             means[key] = quotient(self.totals[key], self.denominator(key, kind))
             shares[key] = quotient(self.weighted[key], self.denominator(key, kind))
-        items = {key: _count(self.denominator(key, kind)) for key, kind in self.schema.terms}
+        items = {key: _count(1.0 if kind in KNOWN else self.counts[key]) for key, kind in self.schema.terms}
         loss = torch.stack(list(shares.values())).sum() if shares else torch.zeros((), device=device)
         return {
             "loss": loss,
@@ -113,18 +113,22 @@ class Sums:
         return returned
 
 
+class _Noted(NamedTuple):
+    """What is kept of a term: detached, so that its graph can go."""
+
+    kind: str
+    total: Tensor
+    weight: Count
+    items: Count
+
+
 class Tally:
     """Collects what the loss function says, piece by piece, without reading a number from the device."""
 
     def __init__(self) -> None:
-        self.losses: list[list[Tensor]] = []
-        self._kinds: dict[TermKey, str] = {}
-        self._named = False
-        self._width: int | None = None
-        self._totals: dict[TermKey, list[Tensor]] = {}
-        self._weights: dict[TermKey, list[Count]] = {}
-        self._counts: dict[TermKey, list[Count]] = {}
-        self._metrics: dict[str, tuple[list[Tensor], list[Count]]] = {}
+        self._terms: list[dict[TermKey, _Noted]] = []
+        self._metrics: list[dict[str, _Noted]] = []
+        self._form: tuple[bool, int] | None = None
 
     def add(self, answer: Answer | None) -> Answer | None:
         """Note one micro-batch's sums; return what of it is to be learned from.
@@ -132,48 +136,55 @@ class Tally:
         Raises:
             LossError: if an unnamed sum has another number of terms than before.
         """
-        self.losses.append([])
         if answer is None:
+            self._terms.append({})
             return None
-        for name, metric in answer.metrics.items():
-            totals, counts = self._metrics.setdefault(name, ([], []))
-            totals.append(metric.total.detach() * _detached(metric.weight))
-            counts.append(metric.count)
         self._check_form(answer)
-        repeated = {key for key, term in answer.terms.items() if term.kind == "once" and key in self._kinds}
-        terms = {key: term for key, term in answer.terms.items() if key not in repeated}
-        for key, term in terms.items():
-            self._note(key, term)
+        terms = {key: term for key, term in answer.terms.items() if term.kind != "once" or not self._has(key)}
+        self._terms.append({key: _noted(term) for key, term in terms.items()})
+        self._metrics.append({name: _noted(metric) for name, metric in answer.metrics.items()})
         return Answer(terms, answer.metrics, answer.named) if terms else None
+
+    def mark(self) -> tuple[int, int]:
+        """Return how much has been noted, to rewind to."""
+        return len(self._terms), len(self._metrics)
+
+    def rewind(self, mark: tuple[int, int]) -> None:
+        """Forget what has been noted since a mark."""
+        del self._terms[mark[0] :], self._metrics[mark[1] :]
+
+    @property
+    def losses(self) -> list[list[Tensor]]:
+        """Each micro-batch's totals."""
+        return [[noted.total for noted in terms.values()] for terms in self._terms]
 
     def sums(self) -> Sums:
         """Add up what was noted."""
-        sums = Sums(Schema(self._named, tuple(self._kinds.items()), tuple(self._metrics)))
-        for key, totals in self._totals.items():
-            sums.totals[key] = _total(totals)
-            sums.weighted[key] = _weighted(totals, self._weights[key], sums.totals[key])
-            sums.counts[key] = count_total(self._counts[key])
-        sums.metrics = {name: (_total(t), count_total(c)) for name, (t, c) in self._metrics.items()}
+        terms, metrics = _by_key(self._terms), _by_key(self._metrics)
+        kinds = tuple((key, notes[0].kind) for key, notes in terms.items())
+        sums = Sums(Schema(self._form is not None and self._form[0], kinds, tuple(metrics)))
+        for key, notes in terms.items():
+            sums.totals[key] = _sum([note.total for note in notes])
+            sums.weighted[key] = _weighted(notes, sums.totals[key])
+            sums.counts[key] = count_total([note.items for note in notes])
+        for name, notes in metrics.items():
+            sums.metrics[name] = _sum([n.total * n.weight for n in notes]), count_total([n.items for n in notes])
         return sums
 
-    def _note(self, key: TermKey, term: Mean) -> None:
-        self._kinds[key] = term.kind if term.kind in KNOWN else "mean"
-        total = term.total.detach()
-        self.losses[-1].append(total)
-        self._totals.setdefault(key, []).append(total)
-        self._weights.setdefault(key, []).append(_detached(term.weight))
-        self._counts.setdefault(key, []).append(term.count)
+    def _has(self, key: TermKey) -> bool:
+        return any(key in terms for terms in self._terms)
 
     def _check_form(self, answer: Answer) -> None:
         if not answer.terms:
             return
-        width = None if answer.named else len(answer.terms)
-        if self._kinds and (width != self._width or answer.named != self._named):
+        form = (answer.named, 0 if answer.named else len(answer.terms))
+        if self._form is not None and form != self._form:
             raise LossError(
-                f"The loss function returned {_form(self._width)} for an earlier micro-batch and {_form(width)} for "
-                "this one, so its terms cannot be told apart. Name them: return {'ce': a, 'aux': 0.1 * b}."
+                f"The loss function returned {_described(self._form)} for an earlier micro-batch and "
+                f"{_described(form)} for this one, so its terms cannot be told apart. Name them: return "
+                "{'ce': a, 'aux': 0.1 * b}."
             )
-        self._width, self._named = width, answer.named
+        self._form = form
 
 
 def stated_sums(answers: Iterable[Any]) -> Sums:
@@ -185,9 +196,9 @@ def stated_sums(answers: Iterable[Any]) -> Sums:
     counts: dict[TermKey, list[Count]] = {}
     for answer in answers:
         if isinstance(answer, Mapping):
-            pairs = [(str(name), count) for name, count in answer.items()]
+            pairs: list[tuple[str | int, Any]] = [(str(name), count) for name, count in answer.items()]
         else:
-            pairs = list(enumerate(answer if isinstance(answer, (list, tuple)) else [answer]))
+            pairs = [*enumerate(answer if isinstance(answer, (list, tuple)) else [answer])]
         for place, count in pairs:
             counts.setdefault((place, 0), []).append(_stated_number(count))
     schema = Schema(named=any(isinstance(place, str) for place, _ in counts), terms=tuple((k, "mean") for k in counts))
@@ -209,23 +220,36 @@ def count_total(counts: Sequence[Count]) -> Count:
     return torch.stack([torch.as_tensor(c).to(device) for c in counts]).sum()
 
 
-def _total(totals: Sequence[Tensor]) -> Tensor:
+K = TypeVar("K")
+
+
+def _by_key(notes: Sequence[Mapping[K, _Noted]]) -> dict[K, list[_Noted]]:
+    found: dict[K, list[_Noted]] = {}
+    for each in notes:
+        for key, note in each.items():
+            found.setdefault(key, []).append(note)
+    return found
+
+
+def _noted(term: Mean) -> _Noted:
+    kind = term.kind if term.kind in KNOWN else "mean"
+    weight = term.weight.detach() if isinstance(term.weight, Tensor) else term.weight
+    return _Noted(kind, term.total.detach(), weight, term.count)
+
+
+def _sum(totals: Sequence[Tensor]) -> Tensor:
     return totals[0] if len(totals) == 1 else torch.stack(list(totals)).sum()
 
 
-def _weighted(totals: Sequence[Tensor], weights: Sequence[Count], total: Tensor) -> Tensor:
-    first = weights[0]
-    if isinstance(first, float) and all(isinstance(w, float) and w == first for w in weights):
+def _weighted(notes: Sequence[_Noted], total: Tensor) -> Tensor:
+    first = notes[0].weight
+    if isinstance(first, float) and all(isinstance(note.weight, float) and note.weight == first for note in notes):
         return total * first
-    return torch.stack([t * w for t, w in zip(totals, weights, strict=True)]).sum()
+    return torch.stack([note.total * note.weight for note in notes]).sum()
 
 
 def _count(count: Count) -> Tensor:
     return count if isinstance(count, Tensor) else torch.tensor(count, dtype=torch.float64)
-
-
-def _detached(weight: Count) -> Count:
-    return weight.detach() if isinstance(weight, Tensor) else weight
 
 
 def _device_of(counts: Sequence[Any]) -> torch.device:
@@ -239,8 +263,9 @@ def _stated_number(count: Any) -> Count:
         raise LossError(f"items= must return a number, or one for each term. {error}") from None
 
 
-def _form(width: int | None) -> str:
-    return "a dict of terms" if width is None else f"a sum of {width} terms" if width > 1 else "one term"
+def _described(form: tuple[bool, int]) -> str:
+    named, width = form
+    return "a dict of terms" if named else f"a sum of {width} terms" if width > 1 else "one term"
 
 
 def _joined(first: tuple[Any, ...], second: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -7,7 +7,7 @@ may bring different numbers of rows and micro-batches, and an error on one ends 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from enum import IntEnum
@@ -22,11 +22,14 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from wholebatch.errors import SyncError
-from wholebatch.precision import device_of
+from wholebatch.precision import Gradients, device_of
 from wholebatch.sums import Schema, Sums
 
 CAPACITY = 48
 """How many numbers travel with the agreement; more of them take a second message."""
+
+BUCKET_BYTES = 25 * 2**20
+"""How large a message of gradients or buffers gets."""
 
 
 class Status(IntEnum):
@@ -85,6 +88,9 @@ class Ranks:
     def idle(self, parameters: Iterable[Tensor]) -> list[Tensor]:
         """Return what to run a backward from so as to reduce what has been summed, with nothing to add."""
         return []
+
+    def reduce(self, gradients: Gradients) -> None:
+        """Average the windows' sums over ranks as they lie, in their own precision, outside of any backward."""
 
 
 class DataParallelRanks(Ranks):
@@ -161,6 +167,18 @@ class DataParallelRanks(Ranks):
             wanted = [p for p in wanted if p.grad is not None] or wanted[:1]
         return [torch.stack([p.flatten()[:0].sum().to("cpu", torch.float64) for p in wanted]).sum()]
 
+    def reduce(self, gradients: Gradients) -> None:
+        parameters = list(gradients.parameters.values())
+        sums = [gradients.take(p) for p in parameters]
+        present = self._sum(torch.tensor([float(s is not None) for s in sums])).tolist()
+        for parameter, total, anywhere in zip(parameters, sums, present, strict=True):
+            if anywhere and total is None:
+                gradients.put(parameter, torch.zeros_like(parameter))
+        for bucket in _buckets(gradients.held()):
+            flat = torch.cat([total.flatten() for total in bucket]).div_(self.world)
+            dist.all_reduce(flat, group=self._group)
+            _write(flat, bucket)
+
     def _sum(self, numbers: Tensor) -> Tensor:
         moved = numbers.to(self._device)
         dist.all_reduce(moved, group=self._group)
@@ -206,11 +224,27 @@ def hash_of(schema: Schema) -> int:
 
 
 def _broadcast(tensors: Iterable[Tensor], group: dist.ProcessGroup) -> None:
-    by_dtype: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for tensor in tensors:
-        by_dtype.setdefault((tensor.device, tensor.dtype), []).append(tensor.detach())
-    for group_tensors in by_dtype.values():
-        flat = torch.cat([t.flatten() for t in group_tensors])
+    for bucket in _buckets([t.detach() for t in tensors]):
+        flat = torch.cat([t.flatten() for t in bucket])
         dist.broadcast(flat, dist.get_global_rank(group, 0), group)
-        for tensor, part in zip(group_tensors, flat.split([t.numel() for t in group_tensors]), strict=True):
-            tensor.copy_(part.view_as(tensor))
+        _write(flat, bucket)
+
+
+def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Group tensors of one dtype and device into messages of a bounded size."""
+    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for tensor in tensors:
+        group = groups.setdefault((tensor.device, tensor.dtype), [])
+        if group and sum(t.nbytes for t in group) + tensor.nbytes > BUCKET_BYTES:
+            yield list(group)
+            group.clear()
+        group.append(tensor)
+    yield from groups.values()
+
+
+def _write(flat: Tensor, tensors: Sequence[Tensor]) -> None:
+    """Copy a message back into the tensors that it was made of."""
+    start = 0
+    for tensor in tensors:
+        tensor.copy_(flat[start : start + tensor.numel()].view_as(tensor))
+        start += tensor.numel()

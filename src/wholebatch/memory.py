@@ -1,0 +1,152 @@
+"""What runs out of memory, what autograd saves, and where it waits."""
+
+from __future__ import annotations
+
+import gc
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from wholebatch.errors import OutOfMemoryError
+
+PHRASES = (
+    "CUDA out of memory",
+    "CUDA error: out of memory",
+    "HIP out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+    "DefaultCPUAllocator: can't allocate memory",
+    "MPS backend out of memory",
+)
+"""What runtime errors say that mean the same as ``torch.OutOfMemoryError`` (torch 2.6 to 2.14)."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Tell whether an error means that memory ran out: torch's own class, or a runtime error that says so.
+
+    Example:
+        >>> is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory."))
+        True
+        >>> is_out_of_memory(RuntimeError("shapes do not match"))
+        False
+    """
+    if isinstance(error, OutOfMemoryError):
+        return False  # ours is final: one row alone did not fit
+    if isinstance(error, torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(phrase in str(error) for phrase in PHRASES)
+
+
+def release() -> None:
+    """Give back what a failed piece held: unreachable objects, and the allocator's cached blocks."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def peak_bytes(device: torch.device | None) -> int | None:
+    """Read the most bytes a CUDA device has held at once; None elsewhere."""
+    return torch.cuda.max_memory_allocated(device) if device is not None and device.type == "cuda" else None
+
+
+def offloaded(model: nn.Module, offload: bool) -> AbstractContextManager[Any]:
+    """Keep what autograd saves in host memory while it waits, except the model's own parameters.
+
+    As ``torch.autograd.graph.save_on_cpu``, which would move parameters too. Pinned where there is a device.
+    """
+    return _OnHost(model) if offload else nullcontext()
+
+
+class _OnHost(saved_tensors_hooks):
+    def __init__(self, model: nn.Module) -> None:
+        parameters = {p.untyped_storage().data_ptr() for p in model.parameters() if not p.is_meta}
+
+        def pack(tensor: Tensor) -> tuple[torch.device, Tensor]:
+            stays = tensor.device.type == "cpu" or tensor.is_sparse
+            if stays or tensor.untyped_storage().data_ptr() in parameters:
+                return tensor.device, tensor
+            packed = torch.empty_like(tensor, device="cpu", pin_memory=tensor.device.type == "cuda")
+            packed.copy_(tensor)
+            return tensor.device, packed
+
+        def unpack(packed: tuple[torch.device, Tensor]) -> Tensor:
+            device, tensor = packed
+            return tensor.to(device, non_blocking=True)
+
+        super().__init__(pack, unpack)
+
+
+class SavedBytes(saved_tensors_hooks):
+    """Count the bytes that autograd saves for the backward, and optionally limit them.
+
+    Every storage counts once, however many tensors view it, from its first saving until its last use; parameters and
+    what else is alive all the time can be left out. Over the limit, ``torch.OutOfMemoryError`` is raised where the
+    bytes would have been saved: a machine without a GPU then behaves like one whose memory is that small.
+
+    Args:
+        limit: bytes; None counts only.
+        ignored: tensors whose storage is not counted, such as the model's parameters.
+
+    Example:
+        >>> rows = torch.ones(4, 8, requires_grad=True)
+        >>> with SavedBytes() as saved:
+        ...     loss = rows.exp().sum()
+        >>> saved.live
+        128
+    """
+
+    def __init__(self, limit: int | None = None, ignored: Any = ()) -> None:
+        self.limit, self.live, self.peak = limit, 0, 0
+        self._ignored = {t.untyped_storage().data_ptr() for t in ignored if not t.is_meta}
+        self._holders: dict[int, int] = {}
+        super().__init__(self._pack, _Saved.tensor_of)
+
+    def __enter__(self) -> SavedBytes:  # type: ignore[override]
+        super().__enter__()
+        return self
+
+    def _pack(self, tensor: Tensor) -> _Saved:
+        storage = tensor.untyped_storage()
+        key, size = storage.data_ptr(), storage.nbytes()
+        if key in self._ignored or size == 0:
+            return _Saved(tensor, None, 0)
+        if key not in self._holders:
+            self._admit(size)
+        self._holders[key] = self._holders.get(key, 0) + 1
+        return _Saved(tensor, self, key)
+
+    def _admit(self, size: int) -> None:
+        if self.limit is not None and self.live + size > self.limit:
+            raise torch.OutOfMemoryError(
+                f"Saving {size} bytes for the backward beside {self.live} would pass the limit of {self.limit} bytes."
+            )
+        self.live += size
+        self.peak = max(self.peak, self.live)
+
+    def forget(self, key: int, size: int) -> None:
+        """Take note that one holder of a storage is gone."""
+        self._holders[key] -= 1
+        if not self._holders[key]:
+            del self._holders[key]
+            self.live -= size
+
+
+class _Saved:
+    """A saved tensor that says when it is no longer held."""
+
+    __slots__ = ("_key", "_size", "_watch", "tensor")
+
+    def __init__(self, tensor: Tensor, watch: SavedBytes | None, key: int) -> None:
+        self.tensor, self._watch, self._key = tensor, watch, key
+        self._size = tensor.untyped_storage().nbytes()
+
+    def __del__(self) -> None:
+        if self._watch is not None:
+            self._watch.forget(self._key, self._size)
+
+    def tensor_of(self) -> Tensor:
+        """Hand the tensor back to autograd."""
+        return self.tensor

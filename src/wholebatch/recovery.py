@@ -1,0 +1,113 @@
+"""Out of memory is not an error: split the piece that failed, undo what it left, and go on.
+
+A backward that stops half-way has already added to some parameters. Which ones is recorded as it runs; their sums
+then hold the whole of the failed piece and are set apart, the halves run again, and what they add to those
+parameters is discarded. Nothing that other pieces added is touched or repeated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import nn
+
+from wholebatch.batch import Nest
+from wholebatch.errors import OutOfMemoryError
+from wholebatch.memory import is_out_of_memory, peak_bytes, release
+from wholebatch.precision import Gradients, device_of
+from wholebatch.sizes import Auto, Tokens
+from wholebatch.state import State
+from wholebatch.sums import Tally
+from wholebatch.window import Piece
+
+
+class Redo(Exception):
+    """A failed piece cannot be told apart from the others: run the window from its start, in smaller pieces."""
+
+
+class Recovery:
+    """Runs pieces of an `Auto` size.
+
+    Args:
+        auto: remembers the size that fits.
+        model: whose buffers and random state are rolled back with a failed piece.
+        gradients: the window's sums, with a journal.
+    """
+
+    def __init__(self, auto: Auto, model: nn.Module, gradients: Gradients) -> None:
+        self._auto, self._model, self._gradients = auto, model, gradients
+        self._failed = False
+
+    def run(self, piece: Piece, tally: Tally, work: Callable[[Piece], None]) -> int:
+        """Run the work on a piece, in as many parts as memory wants; return how many those were.
+
+        Raises:
+            OutOfMemoryError: if one row alone does not fit.
+            Redo: if what the failed backward added cannot be told apart.
+        """
+        return sum(self._attempt(part, tally, work) for part in self.fitting(piece))
+
+    def fitting(self, piece: Piece) -> Iterator[Piece]:
+        """Split a piece beforehand that is larger than what has failed in this window."""
+        halves = piece.halves() if self._failed and self._size_of(piece) > self._limit else None
+        if halves is None:
+            yield piece
+        else:
+            for half in halves:
+                yield from self.fitting(half)
+
+    def rest(self) -> None:
+        """Take note of the window's end: after quiet ones a larger size is tried again."""
+        if not self._failed:
+            self._auto.rest()
+
+    def _attempt(self, piece: Piece, tally: Tally, work: Callable[[Piece], None]) -> int:
+        state, mark = State(self._model), tally.mark()
+        self._gradients.fired.clear()
+        said = self._try(piece, work)
+        if said is None:
+            return 1
+        release()
+        state.restore()
+        tally.rewind(mark)
+        self._failed = True
+        self._auto.shrink(self._size_of(piece))
+        halves = piece.halves()
+        if halves is None:
+            raise OutOfMemoryError(self._final(piece, said))
+        if self._gradients.torn:
+            raise Redo
+        apart = self._gradients.set_apart()
+        parts = sum(self.run(half, tally, work) for half in halves)
+        self._gradients.put_in(apart)
+        return parts
+
+    def _try(self, piece: Piece, work: Callable[[Piece], None]) -> str | None:
+        """Do the work; return what was said if memory ran out, with no frame of it left alive."""
+        try:
+            work(piece)
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            return str(error).split("\n", 1)[0]
+        return None
+
+    @property
+    def _limit(self) -> int:
+        size = self._auto.size
+        return size.budget if isinstance(size, Tokens) else size
+
+    def _size_of(self, piece: Piece) -> int:
+        return piece.rows * piece.longest if isinstance(self._auto.size, Tokens) else piece.rows
+
+    def _final(self, piece: Piece, said: str) -> str:
+        leaves = ", ".join(str(leaf) for leaf in Nest(piece.load()).leaves)
+        peak = peak_bytes(device_of(self._model))
+        held = "" if peak is None else f" The device has held up to {peak / 2**30:.2f} GiB."
+        return (
+            f"One row alone does not fit into memory: {leaves}. It failed with: {said}{held} No smaller piece is left. "
+            "Try activation checkpointing (torch.utils.checkpoint on the model's blocks), offload=True, shorter rows, or "
+            f"parameters in {torch.bfloat16}."
+        )
+
