@@ -21,6 +21,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence, pack_sequence, unpack_sequence
 
 from wholebatch.errors import SplitError
 
@@ -28,6 +29,7 @@ Index: TypeAlias = "slice | Sequence[int]"
 Build: TypeAlias = Callable[[Iterator[Any]], Any]
 
 SHOWN = 16
+WITHOUT_ROWS = (str, bytes, bytearray, memoryview, Mapping, torch.Size, nn.Module)
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,9 +106,8 @@ class Nest:
 
     def take(self, index: Index, change: Callable[[Leaf, Any], Any] = lambda leaf, cut: cut) -> Any:
         """Cut the rows of ``index`` out of every leaf that has rows, then let ``change(leaf, cut)`` shape each."""
-        index = index if isinstance(index, slice) else _as_slice([operator.index(row) for row in index])
-        tensor_index = None if isinstance(index, slice) else torch.tensor(index, dtype=torch.long)
-        return self.map(lambda leaf: change(leaf, _cut(leaf, index, tensor_index)))
+        rows = index if isinstance(index, slice) else _as_slice([operator.index(row) for row in index])
+        return self.map(lambda leaf: change(leaf, _cut(leaf, rows)))
 
 
 def rows_of(batch: Any, whole: Sequence[str] = ()) -> int:
@@ -213,7 +214,7 @@ def is_array(value: Any) -> bool:
 def is_sequence(value: Any) -> bool:
     """Say whether a value has a length and entries, and is no text and no mapping."""
     sized = hasattr(type(value), "__len__") and hasattr(type(value), "__getitem__")
-    return sized and not isinstance(value, str | bytes | bytearray | memoryview | Mapping | torch.Size | nn.Module)
+    return sized and not isinstance(value, WITHOUT_ROWS)
 
 
 def _is_record(value: Any) -> bool:
@@ -221,12 +222,12 @@ def _is_record(value: Any) -> bool:
 
 
 def _is_named_tuple(value: Any) -> bool:
-    return isinstance(value, tuple) and hasattr(value, "_fields")
+    return isinstance(value, tuple) and hasattr(value, "_fields") and not isinstance(value, PackedSequence)
 
 
 def _holds_array(value: Any) -> bool:
-    if is_array(value):
-        return len(value.shape) > 0
+    if is_array(value) or isinstance(value, PackedSequence):
+        return _count(value) is not None
     if isinstance(value, Mapping):
         return any(map(_holds_array, value.values()))
     if _is_record(value):
@@ -236,7 +237,7 @@ def _holds_array(value: Any) -> bool:
 
 def _parts(value: Any, outermost: bool) -> list[tuple[str, Any]] | None:
     """The named children of a container, or None for a leaf."""
-    if is_array(value):
+    if is_array(value) or isinstance(value, PackedSequence | torch.Size):
         return None
     if isinstance(value, Mapping):
         return [(str(key), item) for key, item in value.items()]
@@ -244,7 +245,7 @@ def _parts(value: Any, outermost: bool) -> list[tuple[str, Any]] | None:
         return list(zip(value._fields, value, strict=True))
     if _is_record(value):
         return [(field.name, getattr(value, field.name, None)) for field in dataclasses.fields(value)]
-    if isinstance(value, list | tuple) and not isinstance(value, torch.Size):
+    if isinstance(value, list | tuple):
         fields = (outermost and isinstance(value, tuple)) or _holds_array(value)
         return [(str(place), item) for place, item in enumerate(value)] if fields else None
     return None
@@ -263,6 +264,8 @@ def _flatten(value: Any, path: str, leaves: list[Leaf]) -> Build:
 def _count(value: Any) -> int | None:
     if is_array(value):
         return int(value.shape[0]) if len(value.shape) else None
+    if isinstance(value, PackedSequence):
+        return int(value.batch_sizes[0])
     return len(value) if is_sequence(value) else None
 
 
@@ -307,41 +310,49 @@ def _as_slice(index: list[int]) -> Index:
     return index
 
 
-def _cut(leaf: Leaf, index: Index, tensor_index: Tensor | None) -> Any:
+def _cut(leaf: Leaf, index: Index) -> Any:
     value = leaf.value
     if leaf.rows is None or (isinstance(index, slice) and index.indices(leaf.rows) == (0, leaf.rows, 1)):
         return value
+    places = range(leaf.rows)[index] if isinstance(index, slice) else index
+    if _is_ragged(value):
+        rows = _rows_apart(value)
+        return _rows_together(value, [rows[place] for place in places])
     if isinstance(value, Tensor):
-        return _cut_tensor(value, index, tensor_index)
+        if isinstance(index, slice) and value.layout is torch.strided:
+            return value[index]
+        return value.index_select(0, torch.tensor(places, dtype=torch.long, device=value.device))
     if is_array(value):
-        rows = getattr(value, "iloc", value)  # a data frame's own brackets mean columns
-        return rows[index]
-    places = range(*index.indices(leaf.rows)) if isinstance(index, slice) else index
+        return getattr(value, "iloc", value)[index]  # a data frame's own brackets mean columns
     return _of_type(value, [value[place] for place in places])
-
-
-def _cut_tensor(value: Tensor, index: Index, tensor_index: Tensor | None) -> Tensor:
-    if value.layout is torch.strided and tensor_index is None:
-        return value[index]
-    if value.is_nested:
-        rows = value.unbind()
-        places = range(*index.indices(len(rows))) if isinstance(index, slice) else index
-        return torch.nested.as_nested_tensor([rows[place] for place in places], layout=value.layout)
-    if tensor_index is None:
-        tensor_index = torch.arange(len(value))[index]
-    return value.index_select(0, tensor_index.to(value.device))
 
 
 def _joined(values: list[Any], rows: int | None) -> Any:
     first = values[0]
     if rows is None or len(values) == 1:
         return first
+    if _is_ragged(first):
+        return _rows_together(first, [row for value in values for row in _rows_apart(value)])
     if not is_array(first):
         return _of_type(first, [entry for value in values for entry in value])
     numpy = sys.modules.get("numpy")
     if numpy is not None and isinstance(first, numpy.ndarray):
         return numpy.concatenate(values)
     return torch.cat(values)
+
+
+def _is_ragged(value: Any) -> bool:
+    return isinstance(value, PackedSequence) or (isinstance(value, Tensor) and value.is_nested)
+
+
+def _rows_apart(value: Any) -> list[Tensor]:
+    return unpack_sequence(value) if isinstance(value, PackedSequence) else list(value.unbind())
+
+
+def _rows_together(value: Any, rows: list[Tensor]) -> Any:
+    if isinstance(value, PackedSequence):
+        return pack_sequence(rows, enforce_sorted=False)
+    return torch.nested.as_nested_tensor(rows, layout=value.layout)
 
 
 def _moved(value: Any, device: torch.device) -> Any:

@@ -81,8 +81,8 @@ class Padding:
 
     def _axes_of(self, leaf: Leaf) -> tuple[int, ...]:
         """The dimensions of a leaf that run along the length."""
-        sought = self._names is None or leaf is self._mask or self._is_named(leaf)
-        if not sought or leaf.rows is None or not is_array(leaf.value):
+        sought = (self._names is None and leaf.rows is not None) or leaf is self._mask or self._is_named(leaf)
+        if not sought or not is_array(leaf.value):
             return ()
         axes = _length_axes(leaf, self.width)
         if self._is_named(leaf) and not axes and leaf is not self._mask:

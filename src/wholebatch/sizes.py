@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from wholebatch.batch import Nest
+from wholebatch.batch import Leaf, Nest, is_array
 from wholebatch.errors import SplitError
 
 Length: TypeAlias = "Callable[[Any], int] | str | Sequence[str] | None"
@@ -77,7 +77,7 @@ class Cost:
         """
         if not seconds or len(shapes) != len(seconds) or min(min(seconds), *map(min, shapes)) <= 0:
             raise ValueError(
-                f"The shapes {shapes} and times {seconds} cannot be fitted. Give each (rows, longest) one positive time."
+                f"The shapes {shapes} and times {seconds} cannot be fitted. Give each (rows, longest) a positive time."
             )
         columns = torch.tensor([[1.0, n * longest, n * longest**2] for n, longest in shapes], dtype=torch.float64)
         return cls(*_non_negative_fit(columns / torch.tensor(seconds, dtype=torch.float64)[:, None]).tolist())
@@ -122,18 +122,20 @@ def pack(lengths: Sequence[int], budget: int) -> list[list[int]]:
         >>> pack([5, 90, 6, 100], budget=105)
         [[0, 3], [1, 2]]
     """
-    pieces: list[list[int]] = []
-    room: list[int] = []
+    pieces: list[list[int]] = [[] for _ in lengths]
+    leaves = 1 << (len(lengths) - 1).bit_length()
+    room = [budget] * (2 * leaves)  # a binary tree from 1 down: the most room in any piece below
     for row in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):
-        length = max(1, lengths[row])
-        place = next((place for place, left in enumerate(room) if left >= length), None)
-        if place is None:
-            pieces.append([row])
-            room.append(budget - length)
-        else:
-            pieces[place].append(row)
-            room[place] -= length
-    return [sorted(piece) for piece in pieces]
+        length = min(max(1, lengths[row]), budget)
+        place = 1
+        while place < leaves:
+            place = 2 * place + (room[2 * place] < length)
+        pieces[place - leaves].append(row)
+        room[place] -= length
+        while place > 1:
+            place //= 2
+            room[place] = max(room[2 * place], room[2 * place + 1])
+    return [sorted(piece) for piece in pieces if piece]
 
 
 @dataclass(frozen=True)
@@ -215,11 +217,11 @@ class Tokens:
     def _length(self, sample: Any) -> int:
         if callable(self.length):
             return operator.index(self.length(sample))
-        leaves = Nest((sample,)).leaves
+        leaves = Nest(sample).leaves
         names = self.names or ("input_ids",)
         found = [leaf for leaf in leaves if leaf.key in names and leaf.rows is not None]
-        if not found and self.length is None:
-            found = [leaf for leaf in leaves if len(leaf.shape) == 1]
+        if not found and self.names is None:
+            found = [leaf for leaf in leaves if _is_line(leaf)]
         if not found:
             raise SplitError(
                 f"How many tokens a sample has cannot be known: it holds {', '.join(map(str, leaves))}, and no "
@@ -312,12 +314,23 @@ def whole_number(value: Any, name: str, example: str) -> int:
         TypeError: for a bool, a float, a string, anything else.
         ValueError: for less than 1.
     """
-    if isinstance(value, bool) or not hasattr(type(value), "__index__"):
-        raise TypeError(f"{name} is {value!r}, a {type(value).__name__}, but must be a whole number: {example}.")
-    number = operator.index(value)
+    try:
+        if isinstance(value, bool):
+            raise TypeError(value)
+        number = operator.index(value)
+    except TypeError:
+        kind = type(value).__name__
+        raise TypeError(f"{name} is {value!r}, a {kind}, but must be a whole number: {example}.") from None
     if number < 1:
         raise ValueError(f"{name} is {number}, but must be at least 1: {example}.")
     return number
+
+
+def _is_line(leaf: Leaf) -> bool:
+    """Whether a leaf is a tensor of one dimension, or a sequence of numbers."""
+    return len(leaf.shape) == 1 and (
+        is_array(leaf.value) or all(isinstance(entry, (int, float)) for entry in leaf.value)
+    )
 
 
 def _best_ends(longest: Sequence[int], budget: int, cost: Cost) -> list[int]:

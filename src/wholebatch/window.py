@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import count, islice
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, SupportsIndex, TypeAlias, TypeVar, overload
 
 from torch import Tensor
 
@@ -32,6 +32,14 @@ class Window(list[T]):
 
     def __repr__(self) -> str:
         return f"Window of {len(self)}"
+
+    @overload
+    def __getitem__(self, place: SupportsIndex, /) -> T: ...
+    @overload
+    def __getitem__(self, place: slice, /) -> Window[T]: ...
+    def __getitem__(self, place: SupportsIndex | slice, /) -> T | Window[T]:
+        """Return a micro-batch, or those of a slice as a window of their own."""
+        return Window(super().__getitem__(place)) if isinstance(place, slice) else super().__getitem__(place)
 
 
 def windows(loader: Iterable[T], k: Schedule) -> Iterator[Window[T]]:
@@ -68,14 +76,18 @@ class Piece:
         cut: makes the micro-batch of the rows with these numbers.
         index: the numbers of its rows.
         lengths: of all rows in tokens, where pieces are counted in tokens.
+        packed: rows lie one behind the other, without padding.
     """
 
     def __init__(
-        self, cut: Callable[[Sequence[int]], Any], index: Sequence[int], lengths: Sequence[int] | None = None
+        self,
+        cut: Callable[[Sequence[int]], Any],
+        index: Sequence[int],
+        lengths: Sequence[int] | None = None,
+        packed: bool = False,
     ) -> None:
-        self._cut = cut
         self.index = index
-        self._lengths = lengths
+        self._cut, self._lengths, self._packed = cut, lengths, packed
 
     def __repr__(self) -> str:
         return f"Piece(rows={self.rows}, size={self.size:g})"
@@ -95,6 +107,11 @@ class Piece:
         """The tokens of its longest row; 1 where pieces are cut by rows."""
         return 1 if self._lengths is None else max(self._lengths[row] for row in self.index)
 
+    @property
+    def held(self) -> int:
+        """What it holds in the unit that its size is limited in: rows, padded tokens, or packed ones."""
+        return int(self.size) if self._packed else self.rows * self.longest
+
     def load(self) -> Any:
         """Make the micro-batch: cut, collated, trimmed; on the device where the batch lies."""
         return self._cut(self.index)
@@ -105,7 +122,8 @@ class Piece:
             return None
         middle = (self.rows + 1) // 2
         first, second = self.index[:middle], self.index[middle:]
-        return Piece(self._cut, first, self._lengths), Piece(self._cut, second, self._lengths)
+        rest = (self._lengths, self._packed)
+        return Piece(self._cut, first, *rest), Piece(self._cut, second, *rest)
 
 
 def pieces_of(batch: Any, size: Size = None, *, whole: Sequence[str] = (), collate: Collate = None) -> list[Piece]:
@@ -203,8 +221,7 @@ def _runs(rows: int, size: int) -> list[range]:
 
 def _pieces_by_tokens(nest: Nest, tokens: Tokens) -> list[Piece]:
     if nest.leaves[0].path == "" and not isinstance(nest.batch, Tensor) and is_sequence(nest.batch):
-        lengths = tokens.lengths(nest.batch)
-        return [Piece(nest.take, index, lengths) for index in tokens.plan(lengths)]
+        return _planned(nest.take, tokens.lengths(nest.batch), tokens)
     if callable(tokens.length):
         raise SplitError(
             f"{tokens} takes the length of one sample, but this batch is padded already. Give a list of samples with "
@@ -215,8 +232,11 @@ def _pieces_by_tokens(nest: Nest, tokens: Tokens) -> list[Piece]:
     def cut(index: Sequence[int]) -> Any:
         return nest.take(index, padding.trim(index))
 
-    lengths = padding.lengths
-    return [Piece(cut, index, lengths) for index in tokens.plan(lengths)]
+    return _planned(cut, padding.lengths, tokens)
+
+
+def _planned(cut: Callable[[Sequence[int]], Any], lengths: list[int], tokens: Tokens) -> list[Piece]:
+    return [Piece(cut, index, lengths, tokens.packed) for index in tokens.plan(lengths)]
 
 
 def _pieces_of_samples(samples: Any, limit: int | Tokens | None, collate: Callable[[list[Any]], Any]) -> list[Piece]:
@@ -231,6 +251,5 @@ def _pieces_of_samples(samples: Any, limit: int | Tokens | None, collate: Callab
 
     rows = len(samples)
     if isinstance(limit, Tokens):
-        lengths = limit.lengths(samples)
-        return [Piece(cut, index, lengths) for index in limit.plan(lengths)]
+        return _planned(cut, limit.lengths(samples), limit)
     return [Piece(cut, index) for index in _runs(rows, limit or max(1, rows))]
