@@ -84,8 +84,8 @@ class Provisional:
         denominator = sums.denominator(averaged[0], "mean")
         if isinstance(denominator, float) and isinstance(self._number, float):
             return self._number / denominator if denominator else 0.0
-        exact = torch.as_tensor(denominator)
-        exact = exact.to(precise(exact.device))
+        device = next(n.device for n in (denominator, self._number) if isinstance(n, Tensor))
+        exact = torch.as_tensor(denominator, dtype=precise(device), device=device)
         return torch.where(exact != 0, self._number / exact, 0.0)
 
 

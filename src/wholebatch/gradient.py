@@ -239,7 +239,7 @@ class _Run:
             self.gradients.scale(factor)
             factor = 1.0
         self.ranks.settle()
-        if self.options.get("accumulate_in") is not None:
+        if self.apart and self.options.get("accumulate_in") is not None:
             self.ranks.reduce(self.gradients)
         else:
             self._propagate(waiting, denominators, last=True)
@@ -302,8 +302,9 @@ class _Run:
         seeds: list[Tensor | None] = []
         if answer is not None:
             divisors = denominators.of(answer)
+            skipped = _empty(divisors) if self.ranks.world == 1 else set()
             for key, (weighted, factor) in _factors(answer).items():
-                if weighted.requires_grad and (divisors[key] != 0 or self.ranks.world > 1):
+                if weighted.requires_grad and key not in skipped:
                     outputs.append(weighted)
                     seeds.append(self.seeds(weighted, factor, divisors[key]))
             self._refuse_constant(answer, outputs)
@@ -387,6 +388,12 @@ def _factors(answer: Answer) -> dict[TermKey, tuple[Tensor, float]]:
         key: (term.total, term.weight) if isinstance(term.weight, float) else (term.total * term.weight, 1.0)
         for key, term in answer.terms.items()
     }
+
+
+def _empty(divisors: Divisors) -> set[TermKey]:
+    """Name the terms without any item in a batch whose other terms have some: what they hold may not even be finite."""
+    empty = {key for key, divisor in divisors.items() if isinstance(divisor, float) and divisor == 0}
+    return empty if len(empty) < len(divisors) else set()
 
 
 def _is_one(factor: Count) -> bool:

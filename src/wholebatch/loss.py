@@ -95,6 +95,7 @@ class Mean(Terms):
     weight: Count = field(default=1.0, kw_only=True)
     kind: str = field(default="count", kw_only=True, repr=False)
     source: object = field(default=None, kw_only=True, repr=False)
+    spread: int = field(default=1, kw_only=True, repr=False)
 
     def __post_init__(self) -> None:
         total = floating(self.total, "total")
@@ -115,9 +116,9 @@ class Mean(Terms):
         return self.total * self.weight / self.count
 
     @property
-    def group(self) -> tuple[str, object]:
+    def group(self) -> tuple[object, ...]:
         """What identifies the denominator within one micro-batch: equal groups share it."""
-        return self.kind, id(self.source) if isinstance(self.source, Tensor) else self.source
+        return self.kind, id(self.source) if isinstance(self.source, Tensor) else self.source, self.spread
 
 
 def mean(values: Tensor, weights: Tensor | None = None) -> Mean:
@@ -146,9 +147,9 @@ def mean(values: Tensor, weights: Tensor | None = None) -> Mean:
     if weights is None:
         return Mean(_sum(values), values.numel(), kind="shape", source=tuple(values.shape))
     spread = _spread(weights, values)
-    if spread.dtype is torch.bool:
-        return Mean(_sum(torch.where(spread, values, 0)), spread.sum(), kind="weights", source=weights)
-    return Mean(_sum(values * spread), _sum(spread), kind="weights", source=weights)
+    chosen = torch.where(spread, values, 0) if spread.dtype is torch.bool else values * spread
+    each = values.numel() // max(weights.numel(), 1)
+    return Mean(_sum(chosen), _sum(spread), kind="weights", source=weights, spread=each)
 
 
 def total(values: Tensor) -> Mean:
@@ -221,7 +222,7 @@ class Answer:
     @property
     def groups(self) -> dict[TermKey, int]:
         """The denominator each term belongs to, numbered in the order of their first appearance."""
-        numbers: dict[tuple[str, object], int] = {}
+        numbers: dict[tuple[object, ...], int] = {}
         return {key: numbers.setdefault(term.group, len(numbers)) for key, term in self.terms.items()}
 
 
@@ -291,7 +292,10 @@ def _parts(value: object, rows: int) -> tuple[Mean, ...]:
             f"micro-batch, and over what cannot be known, so its share of the whole batch neither. {FORMS}"
         )
     if value.numel() == 1 and rows > 1:
-        raise LossError(f"The loss function returned one element for a micro-batch of {rows} rows. {FORMS}")
+        raise LossError(
+            f"The loss function returned one element for a micro-batch of {rows} rows. If it is the only value there "
+            f"is, say so with wb.mean(values); if it is a mean, wb.from_mean(loss, items=n). {FORMS}"
+        )
     return (mean(value),)
 
 

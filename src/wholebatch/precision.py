@@ -130,11 +130,12 @@ class Gradients:
         self._wide.clear()
 
     def drop(self, keep: Callable[[Tensor], bool] = lambda parameter: False) -> None:
-        """Take back what the window added, except to the parameters that ``keep`` names."""
-        for key, parameter in self.parameters.items():
+        """Take back what the window added and let go of its parameters, except those that ``keep`` names."""
+        for key, parameter in list(self.parameters.items()):
             if not keep(parameter):
                 self._wide.pop(key, None)
                 parameter.grad = self._aside.pop(key, None)
+                del self.parameters[key]
 
     def restart(self) -> None:
         """Forget the window's sum and begin it anew."""

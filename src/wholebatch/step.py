@@ -245,4 +245,4 @@ def _first_non_finite(pending: Pending) -> str:
 
 
 def _tensor(number: Count, device: torch.device, dtype: torch.dtype) -> Tensor:
-    return torch.as_tensor(number).to(device, dtype)
+    return torch.as_tensor(number, dtype=dtype, device=device)
