@@ -85,7 +85,8 @@ def test_every_rank_has_the_gradient_of_the_whole_batch(two_ranks: Ranks, name: 
 @pytest.mark.parametrize("name", [name for name in SITUATIONS if name not in UNUSED])
 def test_the_mean_of_the_ranks_misses_it(two_ranks: Ranks, name: str) -> None:
     reference = reference_of(name)
-    for gradients in two_ranks.run(of_each_rank, name, 1):
+    first = 2 if name == "SkippedFirst" else 1  # each rank needs a mean to take
+    for gradients in two_ranks.run(of_each_rank, name, first):
         assert_differs(gradients, reference, by=1e-3)
 
 
@@ -167,10 +168,10 @@ def test_gradients_travel_once_a_window(two_ranks: Ranks) -> None:
     """huggingface/accelerate#1726: `no_sync` round the backward alone saves nothing, and no gradient shows it."""
     model, shares = rows_on_ranks()
     plain = whole_batch(model, lambda m, rows: F.cross_entropy(m(rows[0]), rows[1]), joined(shares))
-    for gradients, reductions, others in two_ranks.run(rows_backward):
-        assert_same_gradient(gradients, plain)
-        assert reductions == 1
-        assert others <= 2
+    for found in two_ranks.run(rows_backward):
+        for gradients, reductions, agreements in found:
+            assert_same_gradient(gradients, plain)
+            assert (reductions, agreements) == (1, 1)
     for gradients, reductions in two_ranks.run(rows_no_sync_too_late):
         assert_same_gradient(gradients, plain)
         assert reductions == 3
@@ -195,11 +196,15 @@ def class_losses(model: nn.Module, rows: Any) -> torch.Tensor:
 
 def rows_backward() -> Any:
     model, shares = rows_on_ranks()
-    wrapped = DistributedDataParallel(model)
-    with Collectives() as seen:
-        wb.backward(wrapped, class_losses, wb.Window(shares[dist.get_rank()]))
-    reductions = seen.gradient_reductions(model)
-    return gradients_of(wrapped), reductions, len(seen.seen) - reductions
+    wrapped, found = DistributedDataParallel(model), []
+    for _ in range(3):
+        model.zero_grad()
+        with Collectives() as seen:
+            wb.backward(wrapped, class_losses, wb.Window(shares[dist.get_rank()]))
+        reductions = seen.gradient_reductions(model)
+        agreements = seen.count("allreduce") + seen.count("allgather") - reductions
+        found.append((gradients_of(wrapped), reductions, agreements))
+    return found
 
 
 def rows_no_sync_too_late() -> Any:
@@ -612,17 +617,22 @@ def test_what_one_rank_refuses_all_refuse(two_ranks: Ranks, kind: str, error: st
 # Wrappers and hooks beyond the plain one
 
 
+def compressed(_, bucket):  # type: ignore[no-untyped-def]  # torch compares annotations, and ours are strings
+    """Average in half precision; torch's own compression wants another backend."""
+    buffer = bucket.buffer()
+    sent = dist.all_reduce(buffer.to(torch.float16).div_(dist.get_world_size()), async_op=True).get_future()
+    return sent.then(lambda done: done.value()[0].to(buffer.dtype))
+
+
 def with_hook(kind: str) -> Any:
     model, shares = rows_on_ranks()
     wrapped = DistributedDataParallel(model)
-    wrapped.register_comm_hook(
-        None, default_hooks.allreduce_hook if kind == "allreduce" else default_hooks.bf16_compress_hook
-    )
+    wrapped.register_comm_hook(None, default_hooks.allreduce_hook if kind == "allreduce" else compressed)
     wb.backward(wrapped, class_losses, wb.Window(shares[dist.get_rank()]))
     return gradients_of(wrapped)
 
 
-@pytest.mark.parametrize(("kind", "tol"), [("allreduce", 1e-12), ("bf16", 1e-2)])
+@pytest.mark.parametrize(("kind", "tol"), [("allreduce", 1e-12), ("compressed", 1e-3)])
 def test_a_communication_hook_is_honoured(two_ranks: Ranks, kind: str, tol: float) -> None:
     model, shares = rows_on_ranks()
     plain = whole_batch(model, lambda m, rows: F.cross_entropy(m(rows[0]), rows[1]), joined(shares))
