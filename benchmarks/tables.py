@@ -79,10 +79,13 @@ TABLES: dict[str, Callable[[Result], list[str]]] = {
 
 
 def filled(text: str, results: Path = RESULTS) -> str:
-    """Return the text with a fresh table between each pair of markers."""
+    """Return the text with a fresh table between each pair of markers; what was never measured is left as it is."""
 
     def table(found: re.Match[str]) -> str:
-        result = json.loads((results / f"{found[2]}.json").read_text())
+        path = results / f"{found[2]}.json"
+        if not path.exists():
+            return found[0]
+        result = json.loads(path.read_text())
         return "\n".join([found[1], *TABLES[found[2]](result), "", found[3]])
 
     return MARKED.sub(table, text)

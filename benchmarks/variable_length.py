@@ -337,7 +337,9 @@ def main() -> None:
         name: getattr(options, name) for name in ("batches", "rounds", "batch", "pieces", "longest", "hidden", "layers")
     }
     for result in results:
-        print(f"{result['corpus']:10} {result['name']:32} padding {result['padding']:.3f}  {result['wholebatch_is']}")
+        wall, cpu = (f"{result[key]['median']:.3f}" for key in ("wholebatch_is", "wholebatch_is_cpu"))
+        factor = f"padding {result['padding']:.3f}  wholebatch is {wall} x, cpu {cpu} x"
+        print(f"{result['corpus']:10} {result['name']:32} {factor}")
     print(save("variable_length", settings, results, options.out))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -26,6 +27,11 @@ def rows_of(folder: Path, name: str) -> list[dict]:
 
 def test_the_tables_of_the_readme_are_those_of_the_results() -> None:
     bench("tables", "--check")
+
+
+def test_every_table_of_the_readme_has_been_measured() -> None:
+    tables = re.findall(r"<!-- table: (\w+) -->", (ROOT / "README.md").read_text())
+    assert {path.stem for path in (BENCHMARKS / "results").glob("*.json")} == set(tables)
 
 
 def test_the_exactness_in_the_readme_is_what_is_measured_here(tmp_path: Path) -> None:
