@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
 import types
 from typing import Any, NamedTuple
 
@@ -103,8 +104,9 @@ def nests(rows: int) -> st.SearchStrategy[Any]:
 def test_cutting_and_joining_is_the_identity(data: st.DataObject, rows: int) -> None:
     batch = data.draw(nests(rows))
     cuts = sorted(data.draw(st.sets(st.integers(1, rows - 1)))) if rows > 1 else []
-    pieces = [take(batch, slice(start, end)) for start, end in zip([0, *cuts], [*cuts, rows], strict=True)]
-    assert [rows_of(piece) for piece in pieces] == [end - start for start, end in zip([0, *cuts], [*cuts, rows])]
+    ends = list(itertools.pairwise([0, *cuts, rows]))
+    pieces = [take(batch, slice(start, end)) for start, end in ends]
+    assert [rows_of(piece) for piece in pieces] == [end - start for start, end in ends]
     assert same(join(pieces), batch)
 
 

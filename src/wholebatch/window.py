@@ -201,18 +201,30 @@ def _pieces(batch: Any, limit: int | Tokens | None, whole: Sequence[str], collat
 
 
 def _ready_made(window: Window[Any], whole: Sequence[str]) -> list[Piece]:
-    """One piece for each micro-batch; all count the same if there is one whose rows cannot be counted."""
-    pieces = [_one_piece(Nest(micro_batch, whole)) for micro_batch in window]
-    return [piece for one in pieces for piece in one]
+    """One piece for each micro-batch; where the rows of one cannot be counted, all count the same."""
+    nests = [Nest(micro_batch, whole) for micro_batch in window]
+    if any(_rows(nest) is None for nest in nests):
+        return [_uncut(nest) for nest in nests]
+    return [piece for nest in nests for piece in _one_piece(nest)]
 
 
 def _one_piece(nest: Nest) -> list[Piece]:
-    """The batch as it is, whatever it is."""
-    try:
-        rows = nest.count_rows()
-    except SplitError:
-        return [Piece(lambda index: nest.batch, range(1))]
+    """The batch as it is, whatever it is; nothing if it has no rows."""
+    rows = _rows(nest)
+    if rows is None:
+        return [_uncut(nest)]
     return [Piece(nest.take, range(rows))] if rows else []
+
+
+def _uncut(nest: Nest) -> Piece:
+    return Piece(lambda index: nest.batch, range(1))
+
+
+def _rows(nest: Nest) -> int | None:
+    try:
+        return nest.count_rows()
+    except SplitError:
+        return None
 
 
 def _runs(rows: int, size: int) -> list[range]:

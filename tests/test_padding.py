@@ -1,0 +1,233 @@
+"""Trimming padded batches: the same values at every real position, and hands off whatever is no padding."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import wholebatch as wb
+from tests.oracle import assert_differs, assert_same_gradient, whole_batch
+from wholebatch.batch import Nest
+from wholebatch.errors import SplitError
+from wholebatch.padding import Padding
+from wholebatch.window import pieces_of
+
+
+class Attention(nn.Module):
+    """One layer of masked attention over embedded tokens, with learned positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(11, 8), nn.Embedding(32, 8)
+        self.mix, self.head = nn.Linear(8, 24), nn.Linear(8, 11)
+        self.double()
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor | None = None) -> Tensor:
+        if position_ids is None:
+            position_ids = torch.arange(input_ids.shape[1])[None]
+        hidden = self.tokens(input_ids) + self.places(position_ids)
+        query, key, value = self.mix(hidden).chunk(3, -1)
+        seen = attention_mask[:, None, :].bool() | torch.eye(input_ids.shape[1], dtype=torch.bool)
+        return self.head(F.scaled_dot_product_attention(query, key, value, attn_mask=seen))
+
+
+def loss_fn(model: nn.Module, batch: dict[str, Tensor]) -> wb.Mean:
+    inputs = {key: batch[key] for key in batch if key != "labels"}
+    return wb.losses.token_classification(model(**inputs), batch["labels"])
+
+
+def reference_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    inputs = {key: batch[key] for key in batch if key != "labels"}
+    return F.cross_entropy(model(**inputs).flatten(0, 1), batch["labels"].flatten(), ignore_index=-100)
+
+
+def padded(lengths: list[int], left: bool = False, positions: bool = False, width: int = 0) -> dict[str, Tensor]:
+    width = max(*lengths, width)
+    mask = torch.arange(width) < torch.tensor(lengths)[:, None]
+    mask = mask.flip(1) if left else mask
+    ids = torch.randint(1, 11, mask.shape)
+    batch = {"input_ids": ids * mask, "attention_mask": mask.long(), "labels": ids.masked_fill(~mask, -100)}
+    if positions:
+        batch["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)
+    return batch
+
+
+LENGTHS = st.lists(st.integers(1, 20), min_size=1, max_size=9)
+
+
+@settings(max_examples=40)
+@given(LENGTHS, st.integers(1, 80), st.booleans(), st.integers(0, 24))
+def test_trimming_leaves_the_gradient_of_the_whole_batch(
+    lengths: list[int], budget: int, left: bool, width: int
+) -> None:
+    model, batch = Attention(), padded(lengths, left, positions=True, width=width)
+    result = wb.backward(model, loss_fn, batch, wb.Tokens(budget, overhead=0))
+    assert result.rows == len(lengths)
+    assert_same_gradient(model, whole_batch(model, reference_loss, batch))
+
+
+@settings(max_examples=60)
+@given(LENGTHS, st.integers(1, 80), st.booleans(), st.booleans(), st.integers(0, 24))
+def test_a_piece_holds_every_real_token_and_is_no_wider_than_its_longest_row(
+    lengths: list[int], budget: int, left: bool, positions: bool, width: int
+) -> None:
+    batch = padded(lengths, left, positions, width)
+    tokens = 0
+    for piece in pieces_of(batch, wb.Tokens(budget)):
+        cut = piece.load()
+        rows = batch["input_ids"][list(piece.index)]
+        assert {value.shape for value in cut.values()} == {(piece.rows, piece.longest)}
+        for ours, whole in zip(cut["input_ids"], rows, strict=True):
+            assert ours[ours != 0].tolist() == whole[whole != 0].tolist()
+        tokens += int(cut["attention_mask"].sum())
+        if positions or not left:
+            assert piece.longest == max(lengths[row] for row in piece.index)
+            assert piece.size == sum(lengths[row] for row in piece.index)
+            assert piece.rows == 1 or cut["input_ids"].numel() <= budget
+    assert tokens == sum(lengths)
+
+
+def test_padding_on_the_left_stays_without_positions() -> None:
+    batch = padded([2, 9, 5], left=True)
+    assert [piece.load()["input_ids"].shape[1] for piece in pieces_of(batch, wb.Tokens(9))] == [9, 9, 9]
+    model = Attention()
+    wb.backward(model, loss_fn, batch, wb.Tokens(9))
+    assert_same_gradient(model, whole_batch(model, reference_loss, batch))
+
+
+def test_left_padding_trimmed_without_positions_would_be_wrong() -> None:
+    model, batch = Attention(), padded([2, 9, 5], left=True)
+    narrow = [{key: value[row : row + 1, 9 - n :] for key, value in batch.items()} for row, n in enumerate([2, 9, 5])]
+    wb.backward(model, loss_fn, wb.Window(narrow))
+    assert_differs(model, whole_batch(model, reference_loss, batch))
+
+
+def test_a_hole_in_the_mask_is_no_padding() -> None:
+    mask = torch.tensor([[1, 0, 0, 1, 0, 0], [1, 1, 0, 0, 0, 0]])
+    ids = torch.tensor([[5, 6, 7, 8, 0, 0], [1, 2, 0, 0, 0, 0]])
+    padding = Padding(Nest({"ids": ids, "mask": mask}), "mask")
+    assert (padding.lengths, padding.starts, padding.width) == ([4, 2], [0, 0], 6)
+
+
+def test_a_row_without_tokens_keeps_one_position() -> None:
+    batch = padded([3, 2])
+    for value, filling in zip(batch.values(), (0, 0, -100), strict=True):
+        value[1] = filling
+    assert Padding(Nest(batch), "attention_mask").lengths == [3, 1]
+    for value, filling in zip(batch.values(), (0, 0, -100), strict=True):
+        value[0] = filling
+    assert [piece.load()["input_ids"].shape for piece in pieces_of(batch, wb.Tokens(9))] == [(2, 1)]
+
+
+def test_everything_that_runs_along_the_length_is_trimmed_and_nothing_else() -> None:
+    batch = {
+        **padded([2, 6, 4]),
+        "inputs_embeds": padded([2, 6, 4])["attention_mask"][..., None] * torch.ones(3),
+        "square_mask": torch.ones(3, 6, 6),
+        "head_mask": torch.ones(3, 2, 6, 6),
+        "broadcast_mask": torch.ones(3, 1, 1, 6),
+        "seen": torch.ones(3, 6, 6, dtype=torch.bool),
+        "features": torch.zeros(3, 5),
+        "text": ["a", "b", "c"],
+        "table": torch.ones(9, 6),
+    }
+    shapes = [
+        {key: tuple(value.shape) for key, value in piece.load().items() if key != "text"}
+        for piece in pieces_of(batch, wb.Tokens(1), whole=("table",))
+    ]
+    assert [shape["input_ids"] for shape in shapes] == [(1, 6), (1, 4), (1, 2)]
+    assert shapes[1] == {
+        "input_ids": (1, 4), "attention_mask": (1, 4), "labels": (1, 4), "inputs_embeds": (1, 4, 3),
+        "square_mask": (1, 4, 4), "head_mask": (1, 2, 4, 4), "broadcast_mask": (1, 1, 1, 4), "seen": (1, 4, 4),
+        "features": (1, 5), "table": (9, 6),
+    }  # fmt: skip
+
+
+def test_embeddings_as_wide_as_the_rows_are_long_keep_their_width() -> None:
+    batch = {**padded([2, 6]), "inputs_embeds": padded([2, 6])["attention_mask"][..., None] * torch.ones(6)}
+    assert [piece.load()["inputs_embeds"].shape for piece in pieces_of(batch, wb.Tokens(6))] == [(1, 6, 6), (1, 2, 6)]
+
+
+def test_trimmed_tensors_are_views() -> None:
+    batch = padded([2, 6, 4])
+    longest = pieces_of(batch, wb.Tokens(1))[1].load()["input_ids"]
+    assert longest.untyped_storage().data_ptr() == batch["input_ids"].untyped_storage().data_ptr()
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"labels": torch.tensor([[1, 2, 3, 4], [1, 2, 3, 4]])},  # targets of a translation, by chance as wide
+        {"labels": torch.tensor([[1, 2, 0, 0], [1, 2, 3, 4]])},  # labels that count where rows are padded
+        {"classes": torch.tensor([[0, 1, 0, 1], [1, 0, 0, 0]])},  # four classes, not four positions
+    ],
+    ids=["translation", "counted", "classes"],
+)
+def test_what_is_no_padding_is_never_trimmed(other: dict[str, Tensor]) -> None:
+    batch = {key: value for key, value in padded([2, 4]).items() if key != "labels"} | other
+    with pytest.warns(UserWarning, match=r"Nothing is trimmed: .* Name the tensors"):
+        pieces = pieces_of(batch, wb.Tokens(1))
+    assert [piece.load()["input_ids"].shape for piece in pieces] == [(1, 4), (1, 4)]
+    for name, kept in [(("input_ids",), 4), (("input_ids", *other), 2)]:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            pieces = pieces_of(batch, wb.Tokens(1, length=name))
+        shapes = [{key: piece.load()[key].shape[1] for key in ("input_ids", *other)} for piece in pieces]
+        assert shapes[-1] == {"input_ids": 2, **dict.fromkeys(other, kept)}
+
+
+def test_a_loss_that_counts_padding_keeps_its_gradient() -> None:
+    model, batch = Attention(), padded([2, 7, 5])
+    batch["labels"] = batch["input_ids"].clone()
+    with pytest.warns(UserWarning, match="'labels' is as wide as 'attention_mask'"):
+        wb.backward(model, loss_fn, batch, wb.Tokens(7))
+    assert_same_gradient(model, whole_batch(model, reference_loss, batch))
+
+
+def test_rows_can_be_given_with_their_lengths() -> None:
+    x = torch.tensor([[5, 6, 0, 0, 0], [7, 8, 9, 0, 0], [1, 0, 0, 0, 0]])
+    batch = (x, torch.tensor([2, 3, 1]))
+    pieces = [piece.load() for piece in pieces_of(batch, wb.Tokens(1, length="0", mask="1"))]
+    assert [(piece[0].tolist(), piece[1].tolist()) for piece in pieces] == [
+        ([[7, 8, 9]], [3]),
+        ([[5, 6]], [2]),
+        ([[1]], [1]),
+    ]
+    tight = {"x": x[:, :3], "lengths": batch[1]}
+    assert [piece.longest for piece in pieces_of(tight, wb.Tokens(1, mask="lengths"))] == [3, 2, 1]
+    with pytest.raises(SplitError, match=r"Rows are 3 wide by the mask 'lengths' \(3,\), but no tensor is"):
+        pieces_of({"x": x, "lengths": batch[1]}, wb.Tokens(1, mask="lengths"))
+
+
+def test_a_named_tensor_that_goes_whole_is_trimmed_too() -> None:
+    batch = {**padded([2, 4]), "position_ids": torch.arange(4)[None]}
+    named = wb.Tokens(1, length=("input_ids", "labels", "position_ids"))
+    shapes = [piece.load()["position_ids"].tolist() for piece in pieces_of(batch, named, whole=("position_ids",))]
+    assert shapes == [[[0, 1, 2, 3]], [[0, 1]]]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "message"),
+    [
+        (
+            wb.Tokens(8, mask="pad"),
+            r"no \(rows, length\) mask and no \(rows,\) lengths 'pad' among 'input_ids' \(2, 4\)",
+        ),
+        (wb.Tokens(8, mask="square"), "no .rows, length. mask"),
+        (wb.Tokens(8, length="features"), r"length= names 'features' \(2, 3\), but rows are 4 wide"),
+        (wb.Tokens(8, length="nothing"), "Rows are 4 wide .* but no tensor is"),
+        (wb.Tokens(8, length=len), "takes the length of one sample, but this batch is padded already"),
+    ],
+    ids=["no mask", "square", "width", "name", "function"],
+)
+def test_what_is_missing_is_named(tokens: Any, message: str) -> None:
+    batch = {**padded([2, 4]), "features": torch.zeros(2, 3), "square": torch.ones(2, 4, 4)}
+    with pytest.raises(SplitError, match=message):
+        pieces_of(batch, tokens)
