@@ -1,0 +1,107 @@
+"""Notice a hand-written weight average: an operation outside the forward pass that mixes parameters into other tensors."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+BLENDS = ("lerp_", "add_", "sub_", "copy_", "addcmul_")
+
+
+class AverageWatch(TorchFunctionMode):
+    """Call `notice` when an in-place blend takes a parameter, or what was just made of one, into a foreign tensor.
+
+    Active only between a backward and the next forward, so that the forward pass runs at full speed.
+    """
+
+    def __init__(self, number_of: Callable[[Tensor], int | None], notice: Callable[[int], None]) -> None:
+        super().__init__()
+        self.number_of = number_of
+        self.notice = notice
+        self.derived: dict[int, tuple[weakref.ref[Tensor], int]] = {}
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if not torch.is_grad_enabled() or not any_requires_grad(args):
+            self.follow(getattr(func, "__name__", ""), args, result)
+        return result
+
+    def follow(self, name: str, args: tuple[Any, ...], result: Any) -> None:
+        """Carry the mark "made of a parameter" from arguments to result, or report its arrival in a foreign tensor."""
+        source = next((number for tensor in flat(args[1:]) if (number := self.origin(tensor)) is not None), None)
+        target = next(flat(args[:1]), None)
+        if target is None:
+            return
+        own = self.origin(target)
+        name = name.removeprefix("_foreach_").strip("_") + ("_" if name.endswith("_") and not name.endswith("__") else "")
+        if name in BLENDS and source is not None and own is None and not target.requires_grad:
+            self.notice(source)
+        elif isinstance(result, Tensor) and result.numel() > 1 and result is not target:
+            self.mark(name, result, own, source, args)
+
+    def mark(self, name: str, result: Tensor, own: int | None, source: int | None, args: tuple[Any, ...]) -> None:
+        """Remember a result made of a parameter; a sum of one with a foreign tensor is an average put in a new place."""
+        number = own if own is not None else source
+        if number is None or self.number_of(result) is not None:
+            return
+        foreign = [tensor for tensor in flat(args) if self.origin(tensor) is None and tensor.shape == result.shape]
+        if name in ("add", "lerp", "radd") and foreign and not result.requires_grad:
+            self.notice(number)
+        else:
+            self.derived[id(result)] = (weakref.ref(result), number)
+
+    def origin(self, tensor: Tensor) -> int | None:
+        """Return the number of the parameter that a tensor is, shares memory with, or was made of."""
+        number = self.number_of(tensor)
+        made = self.derived.get(id(tensor)) if number is None else None
+        return made[1] if made is not None and made[0]() is tensor else number
+
+
+class AverageSwitch:
+    """Enter and leave the mode that sees averages, never out of turn with other modes of the user's.
+
+    Left at the start of a forward or a step only when it is the innermost mode, entered again only at the same depth.
+    """
+
+    def __init__(self, mode: AverageWatch) -> None:
+        self.mode = mode
+        self.depth: int | None = None
+
+    def on(self) -> None:
+        """Enter the mode, if it is not entered and no other mode was entered or left since."""
+        if self.depth is None:
+            self.mode.__enter__()
+            self.depth = mode_depth()
+
+    def off(self) -> None:
+        """Leave the mode if it is the innermost one."""
+        if self.depth is not None and self.depth == mode_depth():
+            self.mode.__exit__(None, None, None)
+            self.mode.derived.clear()
+            self.depth = None
+
+
+def mode_depth() -> int:
+    """Return how many torch function modes are entered."""
+    return int(torch._C._len_torch_function_stack())
+
+
+def flat(args: Any) -> Any:
+    """Yield the tensors among arguments, the first one of each list."""
+    for value in args:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)) and value and isinstance(value[0], Tensor):
+            yield value[0]
+
+
+def any_requires_grad(args: Any) -> bool:
+    """Tell whether a tensor among the arguments is part of a graph beyond being a leaf."""
+    return any(tensor.grad_fn is not None for tensor in flat(args))

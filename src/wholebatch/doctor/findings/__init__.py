@@ -1,0 +1,59 @@
+"""The findings: each a small function of what was seen, silent on a right loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from ..shares import divisions
+from ..story import Story, Window
+from . import boundary, clearing, division, model, ranks
+from .finding import Change, Finding
+
+WINDOW_RULES: tuple[Callable[[Story, Window], Finding | None], ...] = (
+    *clearing.RULES,
+    *boundary.RULES,
+    *ranks.RULES,
+    *model.RULES,
+)
+# A cause and what only follows from it: the followers are not reported beside it.
+FOLLOWERS = {
+    "zero-grad-per-piece": {"last-window-short", "first-window-short", "loss-not-divided", "mean-of-means"},
+    "optimizer-in-backward": {"last-window-short", "first-window-short", "loss-not-divided", "mean-of-means"},
+    "carried-into-next-epoch": {"last-window-dropped", "mean-of-means"},
+    "first-window-short": {"last-window-short", "last-window-dropped"},
+    "in-batch-negatives": {"mean-of-means", "loss-not-divided"},
+    "unscale-twice": {"clip-per-piece"},
+    "loss-not-divided": {"mean-of-means", "rank-local-denominator"},
+    "clip-per-piece": {"clip-before-unscale"},
+    "gradient-of-another-loss": {"zero-grad-missing"},
+}
+
+
+def find(stories: list[Story]) -> list[Finding]:
+    """Return what is wrong with a loop, most harmful first, one finding a rule.
+
+    Args:
+        stories: one a rank, the first speaking for those rules that look at one rank only.
+    """
+    worst: dict[str, Finding] = {}
+    for found in every(stories):
+        known = worst.get(found.rule)
+        if known is None or found.harm > known.harm:
+            worst[found.rule] = found
+    followers = set().union(*(FOLLOWERS.get(rule, set()) for rule in worst))
+    return sorted((found for rule, found in worst.items() if rule not in followers), key=lambda found: -found.harm)
+
+
+def every(stories: list[Story]) -> Iterator[Finding]:
+    """Yield everything that any rule says of any window."""
+    for story in stories:
+        windows = [window for own in story.windows.values() for window in own]
+        for window in (*windows, *story.leftover.values()):
+            yield from filter(None, (rule(story, window) for rule in WINDOW_RULES))
+    for one in divisions(stories):
+        site = one.shares[0].piece.backward.site
+        if site is None or site.framework != "wholebatch":
+            yield from filter(None, (rule(one) for rule in division.RULES))
+
+
+__all__ = ["Change", "Finding", "find"]

@@ -1,0 +1,238 @@
+"""Findings about what the loss is divided by: the pieces, their items, the ranks."""
+
+from __future__ import annotations
+
+from ..measure import Comparison, reweighed, scale
+from ..shares import Division, contains, near
+from .finding import Change, Finding
+from .remedies import scaled_backward
+
+
+def not_divided(division: Division) -> Finding | None:
+    """Each piece contributes a whole mean: the gradient grows with the number of pieces."""
+    if not (division.is_mean and division.length > 1) or not undivided(division):
+        return None
+    ratio = division.whole / own_weight(division)
+    return Finding(
+        "loss-not-divided",
+        f"the loss is not divided over the {division.length} pieces of the window",
+        str(scale(ratio)),
+        ratio - 1,
+        division.shares[0].piece.backward.site,
+        scaled_backward(division.shares[0].piece.backward.site, f"/ {division.length}"),
+        "Each backward adds the gradient of a whole mean, so the sum grows with the number of pieces.",
+    )
+
+
+def undivided(division: Division) -> bool:
+    """Tell whether no part of any factor has to do with the number of pieces or with a share of the items."""
+    if near(division.whole, 1.0) or not division.even() and weighted(division):
+        return False
+    if len({round(abs(share.term.factor), 9) for share in division.shares}) > 1:
+        return False
+    lengths = {division.length, division.usual, division.length * division.world, division.usual * division.world}
+    related = any(contains(factors, 1 / length) for factors in division.factors() for length in lengths if length > 1)
+    return not related and not divisor(division)
+
+
+def weighted(division: Division) -> bool:
+    """Tell whether pieces of unequal items have factors that follow the items."""
+    return len(set(division.items)) > 1 and division.even()
+
+
+def own_weight(division: Division) -> float:
+    """Return the weight that the user gave the term: its factor, unless that is 1 or the number of ranks."""
+    factor = abs(division.shares[0].term.factor) * division.after
+    return 1.0 if near(factor, 1.0) or near(factor, division.world) else factor
+
+
+def divisor(division: Division) -> int:
+    """Return the whole number of pieces that the losses are divided by, 0 when there is none."""
+    for factor in reversed(division.shares[0].term.factors or (1.0,)):
+        number = round(1 / abs(factor)) if factor else 0
+        if number > 1 and near(abs(factor), 1 / number):
+            return number
+    return 0
+
+
+def short_window(division: Division) -> Finding | None:
+    """A window holds fewer pieces than the number it is divided by."""
+    full = divisor(division)
+    if not division.is_mean or not 0 < division.length < full or near(division.whole, 1.0):
+        return None
+    if full != division.usual and division.usual > 1:
+        return None
+    if not near(division.whole, division.length / full):
+        return None
+    first = division.windows[0].number == 0
+    ratio = division.length / full
+    return Finding(
+        "first-window-short" if first else "last-window-short",
+        f"{'the first' if first else 'a short'} window holds {division.length} of {full} pieces and is divided by {full}",
+        str(scale(ratio)),
+        (1 - ratio) * 0.9,
+        division.shares[-1].piece.backward.site,
+        scaled_backward(division.shares[-1].piece.backward.site, f"* {full} / pieces_in_this_window"),
+        "The window's own mean divides by the pieces it really holds.",
+    )
+
+
+def carried_over(division: Division) -> Finding | None:
+    """A window holds more pieces than the number it is divided by: those of an unfinished window came along."""
+    full = divisor(division)
+    if not division.is_mean or full < 2 or division.length <= full or full != division.usual:
+        return None
+    if not near(division.whole, division.length / full):
+        return None
+    ratio = division.length / full
+    site = division.shares[0].piece.backward.site
+    return Finding(
+        "carried-into-next-epoch",
+        f"a window holds {division.length} pieces and is divided by {full}: {division.length - full} were left in .grad "
+        "by an unfinished window before it",
+        str(scale(ratio)),
+        ratio - 1,
+        site,
+        Change("for batch in loader:  # a new epoch", "optimizer.zero_grad(); for batch in loader:  # or step at the end"),
+        "The counter starts anew with the epoch, .grad does not.",
+    )
+
+
+def mean_of_means(division: Division) -> Finding | None:
+    """Pieces that differ in items are averaged as if they did not."""
+    if not division.is_mean or len(division.shares) < 2 or division.even() or undivided(division):
+        return None
+    if division.world > 1 and division.even(ranks=False):
+        return None
+    size = reweighed(division) or by_weight(division)
+    counts = ", ".join(f"{items:g}" for items in division.items[:8])
+    return Finding(
+        "mean-of-means",
+        f"pieces of {counts} items each weigh {weight_text(division)} of the window",
+        str(size),
+        max(size.error, 0.02),
+        division.shares[0].piece.backward.site,
+        scaled_backward(division.shares[0].piece.backward.site, "* items / items_of_the_window"),
+        "Each piece divides by its own items; items of a short piece then count more than those of a long one.",
+    )
+
+
+def weight_text(division: Division) -> str:
+    """Return what each piece weighs, as a fraction where all weigh the same."""
+    weights = [weight / division.whole for weight in division.weights]
+    equal = max(weights) - min(weights) < 1e-3
+    return f"1/{len(weights)}" if equal else ", ".join(f"{weight:.2f}" for weight in weights[:8])
+
+
+def by_weight(division: Division) -> Comparison:
+    """Estimate an error from the weights alone: how far the pieces' weights are from their share of the items."""
+    total = sum(division.items)
+    apart = [abs(w / division.whole - n / total) for w, n in zip(division.weights, division.items, strict=True)]
+    return Comparison(sum(apart), 1.0, 1.0 - sum(apart) / 2)
+
+
+def rank_denominators(division: Division) -> Finding | None:
+    """Each rank divides by its own items before gradients are averaged over ranks."""
+    if division.world < 2 or len(division.shares) < 2 or division.even() or not division.even(ranks=False):
+        return None
+    size = by_weight(division)
+    items: dict[int, float] = {}
+    for share in division.shares:
+        items[share.rank] = items.get(share.rank, 0.0) + share.term.items
+    counts = ", ".join(f"{number:g}" for number in items.values())
+    site = division.shares[0].piece.backward.site
+    return Finding(
+        "rank-local-denominator",
+        f"ranks with {counts} items each divide by their own and are then averaged alike",
+        str(size),
+        max(size.error, 0.02),
+        site,
+        scaled_backward(site, "* items * world_size / items_of_all_ranks"),
+        "The average over ranks is the mean over all items only if all ranks hold the same number.",
+    )
+
+
+def uneven_sums(division: Division) -> Finding | None:
+    """Sums are divided by numbers that differ from piece to piece."""
+    if division.is_mean or len(division.shares) < 2 or division.even():
+        return None
+    if division.world > 1 and division.even(ranks=False):
+        return None
+    size = reweighed(division) or by_weight(division)
+    site = division.shares[0].piece.backward.site
+    return Finding(
+        "mean-of-means",
+        "pieces of one window divide by different numbers",
+        str(size),
+        max(size.error, 0.02),
+        site,
+        scaled_backward(site, "* its_divisor / items_of_the_window"),
+        "An item weighs the same in every piece only if all pieces divide by the items of the whole window.",
+    )
+
+
+def ranks_counted(division: Division) -> Finding | None:
+    """Global items, but the average over ranks is forgotten; or multiplied by the ranks though nothing divides by them."""
+    if division.world < 2 or not division.even() or divisor(division) not in (0, 1) and division.is_mean:
+        return None
+    for ratio, what in (
+        (1 / division.world, "the loss is divided by the items of all ranks, and then averaged over them again"),
+        (float(division.world), "the loss is multiplied by the number of ranks though nothing divides by it"),
+    ):
+        if near(division.whole, ratio):
+            site = division.shares[0].piece.backward.site
+            factor = "* world_size" if ratio < 1 else "/ world_size"
+            return Finding(
+                "ranks-counted-twice", what, str(scale(ratio)), abs(ratio - 1), site, scaled_backward(site, factor)
+            )
+    return None
+
+
+def labels_before_shift(division: Division) -> Finding | None:
+    """The denominator counts the labels before they are shifted: one too many a row."""
+    if division.is_mean or not division.even() or near(division.whole, 1.0):
+        return None
+    total = sum(division.items)
+    used = total / division.whole
+    with_first = total + division.rows
+    if not any(other > total and near_count(used, other) for other in (with_first, division.labels)):
+        return None
+    site = division.shares[0].piece.backward.site
+    return Finding(
+        "labels-counted-before-shift",
+        f"{total:g} items are learned from but the loss is divided by {used:g}: "
+        f"the labels were counted before the shift, one too many for each of {division.rows} rows",
+        str(scale(division.whole)),
+        max(1 - division.whole, 0.015),
+        site,
+        shift_remedy(division),
+        "The first token of a row is never a target.",
+    )
+
+
+def near_count(value: float, other: float) -> bool:
+    """Tell whether a denominator is this count, to rounding and not to a whole item."""
+    return abs(value - other) < 0.02
+
+
+def shift_remedy(division: Division) -> Change:
+    """Count what the loss counts."""
+    site = division.shares[0].piece.backward.site
+    if site is not None and site.framework == "transformers":
+        return Change(
+            "num_items_in_batch = (labels != -100).sum()  # what the Trainer counts for this model",
+            "labels[:, 0] = -100  # in the collator: what is never a target is not counted",
+        )
+    return Change("items = (labels != -100).sum()", "items = (labels[:, 1:] != -100).sum()")
+
+
+RULES = (
+    not_divided,
+    short_window,
+    carried_over,
+    ranks_counted,
+    labels_before_shift,
+    rank_denominators,
+    mean_of_means,
+    uneven_sums,
+)

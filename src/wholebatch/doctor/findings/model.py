@@ -1,0 +1,185 @@
+"""Findings about the model: layers and losses in which rows meet, parameters left out, short formats, fused optimizers."""
+
+from __future__ import annotations
+
+import math
+
+from torch import Tensor
+
+from ..shares import contains
+from ..story import Piece, Story, Window
+from .finding import Change, Finding
+from .ranks import framework
+from .remedies import line_of
+
+MANY_PIECES = 16
+# Relative error of a sum of k gradients rounded at every addition grows like the root of k: measured 0.5 % at 16,
+# 1.0 % at 64, 1.8 % at 256, 3.3 % at 1,024 pieces for bfloat16; float16 keeps three bits more.
+ROUNDING = {"bfloat16": 1.25e-3, "float16": 1.25e-3 / 8}
+
+
+def batch_norm(story: Story, window: Window) -> Finding | None:
+    """BatchNorm layers normalise each piece by itself."""
+    layers = list(dict.fromkeys(name for piece in window.pieces for f in piece.forwards if f.grad for name in f.batch_norms))
+    if window.length < 2 or not layers or framework(window) == "wholebatch":
+        return None
+    rows = window.pieces[0].rows
+    site = window.pieces[0].forwards[0].site
+    return Finding(
+        "batch-norm",
+        f"{len(layers)} BatchNorm layers in training mode (first: '{layers[0]}') normalise each piece of {rows} rows by itself",
+        f"another gradient than the whole batch's; running statistics move {window.length} times a step",
+        0.3,
+        site,
+        Change(line_of(site, "output = model(batch)"), 'wb.backward(model, loss_fn, batch, micro_batch_size, batch_norm="exact")'),
+    )
+
+
+def nothing_received(story: Story, window: Window) -> Finding | None:
+    """Trainable parameters in the optimizer never get a gradient."""
+    if window.number or window.step is None:
+        return None
+    steps = [seen.step for seen in story.windows[window.optimizer] if seen.step is not None]
+    missing = frozenset.intersection(*(step.missing for step in steps))
+    if not missing or any(step.in_backward for step in steps):
+        return None
+    names = ", ".join(story.trace.names[number] for number in sorted(missing)[:3])
+    site = window.step.site
+    return Finding(
+        "parameters-without-gradient",
+        f"{len(missing)} of {len(window.parameters)} trainable parameters receive nothing: {names}",
+        f"None in all {len(steps)} steps seen",
+        0.02,
+        site,
+        Change(line_of(site, "optimizer.step()"), "parameter.requires_grad_(False)  # or use it in the forward"),
+        "A frozen input under reentrant checkpointing, a detached branch or a forgotten head look like this.",
+    )
+
+
+def short_format(story: Story, window: Window) -> Finding | None:
+    """Many pieces are added up in a format of few bits."""
+    kinds = [piece.backward.dtype for piece in window.pieces]
+    kind = next((kind for kind in kinds if kind in ROUNDING), None)
+    if kind is None or window.length < MANY_PIECES:
+        return None
+    site = window.pieces[0].backward.site
+    return Finding(
+        "short-format-sum",
+        f"{window.length} pieces are added up in {kind}",
+        f"about {ROUNDING[kind] * math.sqrt(window.length):.1%} of the gradient is lost to rounding",
+        ROUNDING[kind] * math.sqrt(window.length),
+        site,
+        Change(line_of(site, "loss.backward()"), "wb.backward(model, loss_fn, batch, micro_batch_size, accumulate_in=torch.float32)"),
+    )
+
+
+def optimizer_in_backward(story: Story, window: Window) -> Finding | None:
+    """The optimizer steps inside backward although the loss is that of one piece of several."""
+    if window.step is None or not window.step.in_backward or not window.pieces and not window.step.pending:
+        return None
+    count = pieces_meant(story, window.step.order)
+    if count < 2:
+        return None
+    return Finding(
+        "optimizer-in-backward",
+        f"the optimizer steps inside backward, with each of {count} pieces",
+        f"{count} updates with 1/{count} of the gradient each",
+        1.5,
+        window.step.site,
+        Change(line_of(window.step.site, "optimizer.step()  # in a hook"), "optimizer.step()  # at the boundary, no hook"),
+        "A hook on a parameter cannot know where the window ends.",
+    )
+
+
+def pieces_meant(story: Story, order: int) -> int:
+    """Return the number that the backward around an event divides its loss by, 1 when none."""
+    from ..trace import Backward
+
+    after = next((event for event in story.trace.of(Backward) if event.began <= order <= event.order), None)
+    for term in after.terms if after is not None else ():
+        for count in range(2, 129):
+            if contains(term.factors, 1 / count):
+                return count
+    return 1
+
+
+def in_batch_negatives(story: Story, window: Window) -> Finding | None:
+    """A contrastive loss sees only the rows of its piece."""
+    pieces = [piece for piece in window.pieces if any(term.paired and alone(piece, term.total) for term in piece.backward.terms)]
+    if window.length < 2 or len(pieces) < 2:
+        return None
+    rows = [int(max(term.total for term in piece.backward.terms)) for piece in pieces]
+    site = pieces[0].backward.site
+    return Finding(
+        "in-batch-negatives",
+        f"every row of the loss is compared with the {rows[0]} rows of its own piece",
+        f"{rows[0] - 1} negatives a row instead of {sum(rows) - 1}: another objective",
+        0.9,
+        site,
+        Change(line_of(site, "loss.backward()"), "wb.coupled_backward(model, encode, loss_fn, batch, micro_batch_size)"),
+        "A mean of small contrastive losses is not the large one.",
+    )
+
+
+def alone(piece: Piece, rows: float) -> bool:
+    """Tell whether a loss over `rows` rows saw no more than the piece's own."""
+    return not piece.rows or rows <= piece.rows
+
+
+def loss_side_parameters(story: Story, window: Window) -> Finding | None:
+    """The whole loss is back-propagated once a piece, so what lies in the loss itself is counted every time."""
+    values = [piece.backward.value for piece in window.pieces if piece.backward.value is not None]
+    count = window.length
+    if count < 2 or len(values) != count or max(values) - min(values) > 1e-3 * max(map(abs, values), default=0):
+        return None
+    wide = all(any(term.total > piece.rows > 0 for term in piece.backward.terms) for piece in window.pieces)
+    names = repeated_parameters(story, window) if wide else []
+    if not names:
+        return None
+    site = window.pieces[0].backward.site
+    return Finding(
+        "loss-parameters-counted-again",
+        f"the whole loss is back-propagated {count} times, so '{', '.join(names[:3])}' in the loss itself get {count} gradients",
+        f"gradient {count:.2f} x too large for {len(names)} parameters, cosine 1.000",
+        0.85,
+        site,
+        Change(line_of(site, "loss.backward()"), f"{names[0]}.grad /= {count}  # before clip and step, or wb.coupled_backward"),
+        "Each pass reaches its own piece of the encoder once, and the loss's own parameters every time.",
+    )
+
+
+def repeated_parameters(story: Story, window: Window) -> list[str]:
+    """Return the parameters that get the same gradient from every piece."""
+    found = []
+    for number in sorted(window.parameters & story.trace.sampled.keys()):
+        start, numel = story.trace.sampled[number]
+        gained = [part(piece, start, numel) for piece in window.pieces]
+        parts = [vector for vector in gained if vector is not None]
+        if len(parts) == len(window.pieces) and all_alike(parts):
+            found.append(story.trace.names[number])
+    return found
+
+
+def part(piece: Piece, start: int, numel: int) -> Tensor | None:
+    """Return what a piece added to one parameter."""
+    after, before = piece.backward.after, piece.backward.before
+    if after is None or len(after) < start + numel:
+        return None
+    own = after[start : start + numel]
+    return own - before[start : start + numel] if before is not None and len(before) >= start + numel else own
+
+
+def all_alike(parts: list[Tensor]) -> bool:
+    """Tell whether gradients are equal to rounding and not zero."""
+    size = float(parts[0].norm())
+    return size > 0 and all(float((other - parts[0]).norm()) <= 1e-3 * size for other in parts)
+
+
+RULES = (
+    batch_norm,
+    nothing_received,
+    short_format,
+    optimizer_in_backward,
+    in_batch_negatives,
+    loss_side_parameters,
+)

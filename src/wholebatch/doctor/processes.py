@@ -1,0 +1,76 @@
+"""Watch the processes that a loop starts or runs beside, and bring their traces together."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch.multiprocessing as mp
+
+from .trace import Trace
+from .wrapping import Wrapping
+
+
+class Watched:
+    """A function that runs watched in a process of its own, and leaves its trace in a folder."""
+
+    def __init__(self, function: Callable[..., Any], folder: str, steps: int) -> None:
+        self.function = function
+        self.folder = folder
+        self.steps = steps
+
+    def __call__(self, *args: Any) -> None:
+        from .watch import watch
+
+        with contextlib.ExitStack() as stack:
+            seen = stack.enter_context(watch(self.steps))
+            stack.push(lambda *error: save(seen.trace, Path(self.folder)))
+            self.function(*args)
+            seen.trace.complete = True
+
+
+def around_processes(folder: str, steps: int, wrapping: Wrapping) -> None:
+    """Let processes started by `torch.multiprocessing` watch themselves."""
+
+    def start(original: Callable[..., Any], function: Any, *args: Any, **kwargs: Any) -> Any:
+        return original(Watched(function, folder, steps), *args, **kwargs)
+
+    wrapping.function(sys.modules[mp.start_processes.__module__], "start_processes", start)
+
+
+def save(trace: Trace, folder: Path) -> None:
+    """Write a trace under its rank; whole or not at all."""
+    torn = folder / f"{os.getpid()}.part"
+    torn.write_bytes(pickle.dumps(trace))
+    torn.replace(folder / f"rank{trace.rank:05d}-{os.getpid()}.trace")
+
+
+def load(folder: Path, count: int = 0, patience: float = 0.0) -> list[Trace]:
+    """Return the traces in a folder that saw something, waiting for `count` of them at most `patience` seconds."""
+    until = time.monotonic() + patience
+    while len(found := sorted(folder.glob("*.trace"))) < count and time.monotonic() < until:
+        time.sleep(0.1)
+    traces: list[Trace] = [pickle.loads(path.read_bytes()) for path in found]
+    return [trace for trace in traces if trace.events]
+
+
+def launched() -> tuple[int, int]:
+    """Return rank and number of ranks as torchrun tells them; (0, 1) for a process of its own."""
+    return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+
+
+def common_folder() -> Path:
+    """Return a folder that the ranks of one torchrun on this machine share, nobody else's to write in."""
+    run = os.environ.get("TORCHELASTIC_RUN_ID", "none")
+    folder = Path(tempfile.gettempdir()) / f"wholebatch-doctor-{os.getuid()}-{os.getppid()}-{run}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    if folder.stat().st_uid != os.getuid():
+        raise PermissionError(f"{folder} belongs to somebody else; remove it or set TMPDIR to a folder of your own.")
+    return folder

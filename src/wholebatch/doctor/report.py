@@ -1,0 +1,136 @@
+"""What the doctor tells: findings, what they rest on, as lines for a terminal and as data."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from .findings import Finding, find
+from .measure import usual_error
+from .shares import divisions
+from .story import Story, Window, read
+from .trace import Backward, Step, Trace
+
+
+@dataclasses.dataclass
+class Report:
+    """Findings, most harmful first, and what was seen.
+
+    ok: nothing was found, and there was something to look at. notes: facts that are no faults.
+    """
+
+    findings: list[Finding]
+    notes: list[str]
+    stories: list[Story]
+    looked: bool = True
+
+    @property
+    def ok(self) -> bool:
+        """Whether steps were seen and nothing was found."""
+        return self.looked and not self.findings
+
+    @property
+    def status(self) -> int:
+        """The exit status: 0 clean, 1 with findings, 2 when there was nothing to look at."""
+        return 1 if self.findings else 0 if self.looked else 2
+
+    @property
+    def trace(self) -> Trace:
+        """The first rank's events."""
+        return self.stories[0].trace
+
+    def text(self) -> str:
+        """Return the report for a terminal."""
+        lines = [self.heading()]
+        for number, finding in enumerate(self.findings, 1):
+            place = f"  [{finding.site}]" if finding.site is not None else ""
+            lines += [
+                "",
+                f"{number}. {finding.rule}: {finding.what}: {finding.amount}{place}",
+                f"   - {finding.change.out}",
+                f"   + {finding.change.into}",
+            ]
+            lines += [f"   {finding.why}"] if finding.why else []
+        lines += ["", *self.notes] if self.notes else []
+        return "\n".join([*lines, "", self.verdict()])
+
+    def heading(self) -> str:
+        """Return one line on what was watched."""
+        trace = self.trace
+        pieces = len(trace.of(Backward))
+        ranks = f", {len(self.stories)} ranks" if len(self.stories) > 1 else ""
+        return f"wholebatch doctor: {trace.steps} optimizer steps, {pieces} backwards{ranks}"
+
+    def verdict(self) -> str:
+        """Return the last line."""
+        if self.findings:
+            count = len(self.findings)
+            return f"{count} finding{'s' if count > 1 else ''}, the most harmful first."
+        if not self.looked:
+            return "No optimizer step was seen, so there was nothing to look at."
+        return f"No fault was seen in {self.trace.steps} steps."
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the report as plain data for JSON."""
+        return {
+            "ok": self.ok,
+            "status": self.status,
+            "steps": self.trace.steps,
+            "findings": [dataclasses.asdict(finding) for finding in self.findings],
+            "notes": self.notes,
+            "windows": [window_row(story, window) for story in self.stories for window in windows_of(story)],
+            "error": self.trace.error,
+        }
+
+
+def windows_of(story: Story) -> list[Window]:
+    """Return the windows of all optimizers in the order of their steps."""
+    windows = [window for own in story.windows.values() for window in own]
+    return sorted(windows, key=lambda window: window.step.order if window.step is not None else 0)
+
+
+def window_row(story: Story, window: Window) -> dict[str, Any]:
+    """Return one window as plain data: its pieces with their items and rows, and its step."""
+    return {
+        "rank": story.trace.rank,
+        "optimizer": story.optimizer_name(window),
+        "pieces": [
+            {
+                "rows": piece.rows,
+                "items": [term.items for term in piece.backward.terms],
+                "factors": [term.factor for term in piece.backward.terms],
+                "loss": piece.backward.value,
+            }
+            for piece in window.pieces
+        ],
+        "lost": len(window.lost),
+        "stepped": window.step is not None,
+        "norm": window.step.norm if window.step is not None else None,
+        "clips": len(window.clips),
+    }
+
+
+def report_on(traces: list[Trace]) -> Report:
+    """Read the traces of all ranks and say what is wrong."""
+    stories = [read(trace) for trace in sorted(traces, key=lambda trace: trace.rank)]
+    findings = find(stories)
+    notes = list(notes_on(stories, findings))
+    if stories[0].trace.error is not None:
+        notes.append(f"The script ended by its own error: {stories[0].trace.error}")
+    looked = any(isinstance(event, Step) for event in stories[0].trace.events)
+    return Report(findings, notes, stories, looked)
+
+
+def notes_on(stories: list[Story], findings: list[Finding]) -> list[str]:
+    """Return facts worth knowing that are no faults."""
+    notes = []
+    for one in divisions(stories):
+        error = usual_error(one)
+        if error is not None and error > 1e-3 and not findings:
+            counts = ", ".join(f"{items:g}" for items in one.items[:8])
+            notes.append(
+                f"Items vary between pieces ({counts}): dividing each by its own count would give an error of {error:.2g} "
+                "on this data; this loop does not."
+            )
+            break
+    return notes

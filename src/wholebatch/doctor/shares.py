@@ -1,0 +1,165 @@
+"""What weight each piece's items had in a window, read off the losses: the arithmetic behind most findings.
+
+A right window gives every item the same factor. With ``a`` the sum of all factors, a mean over the window has
+``a = 1``: piece by piece, ``factor * reduction(items)`` contributes ``factor`` (mean) or ``factor * items`` (sum).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+
+from .story import Piece, Story, Window
+from .trace import Term
+
+CLOSE = 1e-3
+
+
+@dataclasses.dataclass(frozen=True)
+class Share:
+    """One term of one piece on one rank."""
+
+    rank: int
+    place: int
+    piece: Piece
+    term: Term
+
+
+@dataclasses.dataclass
+class Division:
+    """How one term of the loss is divided in one window, over all ranks.
+
+    world: how many ranks the gradients are averaged over afterwards.
+    after: what the gradients were multiplied by between the last backward and the step.
+    """
+
+    shares: list[Share]
+    windows: list[Window]
+    world: int
+    usual: int
+    after: float
+
+    @property
+    def length(self) -> int:
+        """The pieces of a rank (the longest rank's)."""
+        return max(sum(share.rank == rank for share in self.shares) for rank in {share.rank for share in self.shares})
+
+    @property
+    def is_mean(self) -> bool:
+        """Whether each piece divides by its own items."""
+        kinds = [share.term.reduction for share in self.shares if share.term.items > 1] or [self.shares[0].term.reduction]
+        return statistics.mode(kinds) == "mean"
+
+    @property
+    def items(self) -> list[float]:
+        """The items of each piece."""
+        return [share.term.items for share in self.shares]
+
+    @property
+    def weights(self) -> list[float]:
+        """What the pieces weigh: the sum of their items' factors."""
+        return [abs(share.term.per_item) * share.term.items * self.after / self.world for share in self.shares]
+
+    @property
+    def whole(self) -> float:
+        """The sum of all factors: 1 for a mean over the window."""
+        return sum(self.weights)
+
+    @property
+    def rows(self) -> int:
+        """The rows of the window, over all ranks."""
+        return sum(share.piece.rows for share in self.shares)
+
+    @property
+    def labels(self) -> float:
+        """The labels that the models were given and that are not ignored, over all ranks."""
+        return sum(forward.labels or 0.0 for share in self.shares for forward in share.piece.forwards)
+
+    def even(self, ranks: bool = True) -> bool:
+        """Tell whether every item has the same factor; with `ranks` false, within each rank only."""
+        groups: dict[int, list[float]] = {}
+        for share in self.shares:
+            groups.setdefault(share.rank if not ranks else 0, []).append(abs(share.term.per_item))
+        return all(same(values) for values in groups.values())
+
+    def factors(self) -> list[tuple[float, ...]]:
+        """Return the parts of each piece's factor."""
+        return [share.term.factors for share in self.shares]
+
+
+def same(values: list[float]) -> bool:
+    """Tell whether numbers are equal to rounding."""
+    return max(values) - min(values) <= CLOSE * max(abs(value) for value in values)
+
+
+def near(value: float, other: float) -> bool:
+    """Tell whether two numbers are equal to rounding."""
+    return abs(value - other) <= CLOSE * abs(other)
+
+
+def contains(factors: tuple[float, ...], wanted: float) -> bool:
+    """Tell whether `wanted` is the product of neighbouring factors."""
+    for start in range(len(factors)):
+        product = 1.0
+        for factor in factors[start:]:
+            product *= factor
+            if near(abs(product), wanted):
+                return True
+    return False
+
+
+def divisions(stories: list[Story]) -> list[Division]:
+    """Return every term of every window that came to a step, those of the main loss first."""
+    first = stories[0]
+    found: list[Division] = []
+    for place, optimizer in enumerate(first.windows):
+        for number in range(len(first.windows[optimizer])):
+            group = [window for story in stories if (window := window_at(story, place, number)) is not None]
+            if not group:
+                continue
+            usual = max(story.usual_length(list(story.windows)[place]) for story in stories[: len(group)])
+            found += of_window(group, [story.trace.rank for story in stories], usual, spread(stories))
+    return found
+
+
+def window_at(story: Story, place: int, number: int) -> Window | None:
+    """Return the same window of another rank: of the optimizer at the same place, with the same number."""
+    optimizers = list(story.windows)
+    windows = story.windows[optimizers[place]] if place < len(optimizers) else []
+    return windows[number] if number < len(windows) and windows[number].step is not None else None
+
+
+def spread(stories: list[Story]) -> int:
+    """Return over how many ranks gradients are averaged: those whose model is wrapped."""
+    forwards = [forward for story in stories for windows in story.windows.values() for forward in forwards_of(windows)]
+    return stories[0].trace.world if any(forward.wrapper for forward in forwards) else 1
+
+
+def forwards_of(windows: list[Window]) -> list[object]:
+    """Return the forwards of all pieces."""
+    return [forward for window in windows for piece in window.pieces for forward in piece.forwards]
+
+
+def of_window(group: list[Window], ranks: list[int], usual: int, world: int) -> list[Division]:
+    """Return one division for each term that the pieces of a window have in common."""
+    keyed: dict[tuple[object, ...], list[Share]] = {}
+    for rank, window in zip(ranks, group, strict=False):
+        for place, piece in enumerate(window.pieces):
+            for term in piece.backward.terms:
+                if term.reduction != "opaque" and term.items > 0:
+                    key = (piece.backward.site, term.path, term.name)
+                    keyed.setdefault(key, []).append(Share(rank, place, piece, term))
+    after = rescaled(group[0]) if group else 1.0
+    return [Division(shares, group, world, usual, after) for shares in keyed.values()]
+
+
+def rescaled(window: Window) -> float:
+    """Return what the gradients were multiplied by after the last piece and before clip and step; 1 when unknown."""
+    found = window.found()
+    last = window.own(window.pieces[-1].backward.after) if window.pieces else None
+    if found is None or last is None:
+        return 1.0
+    size = float(last.norm())
+    ratio = float(found.norm()) / size if size else 1.0
+    parallel = float((found - ratio * last).norm()) <= CLOSE * float(found.norm())
+    return ratio if parallel and ratio > 0 else 1.0

@@ -1,0 +1,83 @@
+"""Watch a training loop: what it does, unchanged, becomes a trace, and the trace becomes findings."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from .hooks import installed
+from .processes import around_processes, load
+from .recorder import Recorder, StopWatching
+from .report import Report, report_on
+from .trace import Trace
+from .wrapping import Wrapping
+
+
+class Seen:
+    """What `watch` saw so far, in this process and in those it started with `torch.multiprocessing`."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self.recorder = recorder
+        self.others: list[Trace] = []
+
+    @property
+    def trace(self) -> Trace:
+        """The events that this process saw."""
+        trace, parameters = self.recorder.trace, self.recorder.parameters
+        trace.names, trace.sampled = parameters.names, parameters.sampled
+        trace.numels = [parameter.numel() for parameter in parameters.tensors]
+        return trace
+
+    @property
+    def traces(self) -> list[Trace]:
+        """The traces of all processes that trained: this one's, unless only its children did."""
+        own = self.trace
+        return [own, *self.others] if own.steps or not self.others else self.others
+
+    def report(self) -> Report:
+        """Return the findings, most harmful first, with what they rest on."""
+        return report_on(self.traces)
+
+
+@contextlib.contextmanager
+def watch(steps: int = 0) -> Iterator[Seen]:
+    """Watch the training loop that runs inside the context; the loop computes exactly what it computes without.
+
+    Torch's global hooks on modules and optimizers tell most of it. Where torch has none (backward, clipping,
+    ``zero_grad``, `GradScaler`, schedulers, data loaders, collectives) the function is replaced until the context
+    ends and put back then, also after an error. Gradients are looked at, never written. Costs a few per cent of a step.
+
+    Args:
+        steps: leave the loop once this many optimizer steps were seen whole, by an exception that this context
+            swallows; 0 watches to the end.
+
+    Returns:
+        A `Seen`; ``seen.report()`` holds the findings.
+
+    Example:
+        >>> import torch
+        >>> model = torch.nn.Linear(2, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> with watch() as seen:
+        ...     model(torch.ones(4, 2)).mean().backward()
+        ...     optimizer.step()
+        >>> seen.trace.steps, seen.report().ok
+        (1, True)
+    """
+    recorder, wrapping = Recorder(steps), Wrapping()
+    seen = Seen(recorder)
+    started = time.perf_counter()
+    with tempfile.TemporaryDirectory(prefix="wholebatch-doctor-") as folder, installed(recorder):
+        around_processes(folder, steps, wrapping)
+        try:
+            yield seen
+            recorder.trace.complete = recorder.trace.error is None
+        except StopWatching:
+            pass  # enough was seen
+        finally:
+            wrapping.restore()
+            seen.others = load(Path(folder))
+            recorder.trace.watched_seconds = time.perf_counter() - started
