@@ -1,0 +1,88 @@
+"""A program held against the module that it was captured from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from wholebatch.staged.call import Call
+from wholebatch.staged.capture import CaptureError
+from wholebatch.staged.operations import AnySize, Operation
+from wholebatch.staged.program import Program
+from wholebatch.state import State
+
+TOLERANCE = 1e-3
+"""Far above rounding and far below what a lost hook or a lost backward would cost."""
+
+
+@dataclass(frozen=True)
+class _Alone:
+    """A coupling for a piece that is taken for the whole batch."""
+
+    operation: Operation
+
+    def apply(self, x: Tensor, *operands: Any) -> Tensor:
+        return self.operation.alone(x, *operands)
+
+
+def compare(model: nn.Module, call: Call, program: Program) -> None:
+    """Run the module and its program on the same piece and refuse the program unless both say the same.
+
+    Leaves gradients, buffers and random state as they are.
+
+    Raises:
+        CaptureError: if an output or a gradient differs.
+    """
+    state = State(model)
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    with call.ambient(), torch.enable_grad():
+        with AnySize(marking=False):
+            expected = _probe(pytree.tree_leaves(model(*call.args, **call.kwargs)), parameters)
+        state.restore()
+        found = _probe(_uncut(model, call, program), parameters)
+        state.restore()
+    for kind, ours, theirs in zip(("output", "gradient"), found, expected, strict=True):
+        difference = _distance(ours, theirs)
+        if not difference <= TOLERANCE:
+            raise CaptureError(
+                f"The captured graph's {kind} is {difference:.3g} away from the model's own, relatively. Custom autograd "
+                "functions, backward hooks and Python side effects are lost in a graph."
+            )
+
+
+def _uncut(model: nn.Module, call: Call, program: Program) -> list[Any]:
+    values: dict[str, Any] = program.arguments(call.leaves)
+    values |= {f"meeting_{i}": _Alone(coupling.operation) for i, coupling in enumerate(program.couplings)}
+    results: tuple[Any, ...] = ()
+    for stage in program.stages:
+        leaves = [program.bound(model, n) if n in program.captured.bound else values[n] for n in stage.inputs]
+        results = stage.run(*leaves)
+        values.update(zip(stage.outputs, results, strict=True))
+    return list(results[: program.results])
+
+
+def _probe(outputs: Sequence[Any], parameters: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """Take the outputs and, for fixed weights of them, the gradients."""
+    tensors = [leaf for leaf in outputs if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+    told = [tensor for tensor in tensors if tensor.requires_grad]
+    if not told or not parameters:
+        return [tensor.detach() for tensor in tensors], []
+    seeds = [torch.linspace(-1, 1, t.numel(), device=t.device).cos().to(t.dtype).view(t.shape) for t in told]
+    grads = torch.autograd.grad(told, parameters, seeds, allow_unused=True)
+    return [tensor.detach() for tensor in tensors], [
+        torch.zeros_like(p) if grad is None else grad for p, grad in zip(parameters, grads, strict=True)
+    ]
+
+
+def _distance(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> float:
+    if [t.shape for t in ours] != [t.shape for t in theirs]:
+        return float("inf")
+    apart = [torch.linalg.vector_norm((a - b).to_dense().double()) for a, b in zip(ours, theirs, strict=True)]
+    sizes = [torch.linalg.vector_norm(b.to_dense().double()) for b in theirs]
+    whole = float(torch.stack(sizes).norm()) if sizes else 0.0
+    return float(torch.stack(apart).norm()) / (whole or 1.0) if apart else 0.0

@@ -1,0 +1,98 @@
+"""The programs of a model: captured once for each form of call, kept as long as the model lives."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch import nn
+
+from wholebatch.staged.call import Call, varying
+from wholebatch.staged.capture import CaptureError, capture
+from wholebatch.staged.compare import compare
+from wholebatch.staged.operations import OPERATIONS, Reader
+from wholebatch.staged.program import Program, cut
+
+CAPACITY = 16
+"""How many programs of a model are kept; a batch of more forms of calls is captured again."""
+
+_KEPT: WeakKeyDictionary[nn.Module, OrderedDict[Hashable, Program | None]] = WeakKeyDictionary()
+"""A memory of what is costly to find out again. Nothing depends on it but time."""
+
+
+def programs_for(
+    model: nn.Module, calls: Sequence[Call], operations: Mapping[Any, Reader] = OPERATIONS
+) -> list[Program]:
+    """Find or make a program for each call.
+
+    Calls of the same sizes share one. Where sizes vary, one program for all sizes above 1 is tried first, because
+    the next batch will bring others.
+
+    Raises:
+        CaptureError: if the model cannot be captured, or its calls meet at different operations.
+    """
+    kept = _KEPT.setdefault(model, OrderedDict())
+    state = (state_of(model), tuple(operations))
+    found = [_program(kept, model, call, calls, state, operations) for call in calls]
+    while len(kept) > CAPACITY:
+        kept.popitem(last=False)
+    if len({program.signature for program in found}) > 1:
+        counts = sorted({len(program.couplings) for program in found})
+        raise CaptureError(
+            f"The micro-batches take different ways through the model: rows meet {counts} times in them."
+        )
+    return found
+
+
+def state_of(model: nn.Module) -> Hashable:
+    """Everything about a model that its code may have read while it was captured, but no value of a tensor."""
+    plain = (int, float, bool, str, type(None))
+    return tuple(
+        (
+            name,
+            type(module),
+            *((key, value) for key, value in vars(module).items() if isinstance(value, plain)),
+            *((key, p.requires_grad, p.dtype, p.device) for key, p in module._parameters.items() if p is not None),
+        )
+        for name, module in model.named_modules()
+    )
+
+
+def _program(
+    kept: OrderedDict[Hashable, Program | None],
+    model: nn.Module,
+    call: Call,
+    calls: Sequence[Call],
+    state: Hashable,
+    operations: Mapping[Any, Reader],
+) -> Program:
+    fixed, alike = (state, call.form, call.sizes), [other for other in calls if other.form == call.form]
+    free = varying(alike) if min((s for sizes in call.sizes for s in sizes), default=1) > 1 else {}
+    open_to_all = (state, call.form, tuple(sorted(free)))
+    if fixed not in kept and free:
+        if open_to_all not in kept:
+            kept[open_to_all] = _try(model, max(alike, key=lambda other: other.sizes), free, operations)
+        known = kept[open_to_all]
+        if known is not None:
+            return known
+    if kept.get(fixed) is None:
+        kept[fixed] = _made(model, call, {}, operations)
+    kept.move_to_end(fixed)
+    program = kept[fixed]
+    assert program is not None  # only programs for free sizes are remembered as impossible
+    return program
+
+
+def _try(model: nn.Module, call: Call, free: dict[tuple[int, int], str], operations: Any) -> Program | None:
+    try:
+        return _made(model, call, free, operations)
+    except CaptureError:
+        return None
+
+
+def _made(model: nn.Module, call: Call, free: dict[tuple[int, int], str], operations: Any) -> Program:
+    program = cut(capture(model, call, free), model, operations)
+    compare(model, call, program)
+    return program
