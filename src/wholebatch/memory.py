@@ -67,7 +67,7 @@ class _OnHost(saved_tensors_hooks):
         def pack(tensor: Tensor) -> tuple[torch.device, Tensor]:
             stays = tensor.device.type == "cpu" or tensor.is_sparse
             if stays or tensor.untyped_storage().data_ptr() in parameters:
-                return tensor.device, tensor
+                return tensor.device, tensor.detach()
             packed = torch.empty_like(tensor, device="cpu", pin_memory=tensor.device.type == "cuda")
             packed.copy_(tensor)
             return tensor.device, packed
@@ -140,7 +140,8 @@ class _Saved:
     __slots__ = ("_key", "_size", "_watch", "tensor")
 
     def __init__(self, tensor: Tensor, watch: SavedBytes | None, key: int) -> None:
-        self.tensor, self._watch, self._key = tensor, watch, key
+        self.tensor = tensor.detach()  # with its node, an output that is saved would hold the graph that holds it
+        self._watch, self._key = watch, key
         self._size = tensor.untyped_storage().nbytes()
 
     def __del__(self) -> None:

@@ -1,0 +1,292 @@
+"""Out of memory is not an error: wherever it strikes, the window ends as if it had run in the final pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import wholebatch as wb
+from tests.oracle import assert_differs, assert_same_gradient, gradients_of
+from wholebatch.memory import SavedBytes, is_out_of_memory
+
+BLOCKS = 3
+
+
+class Memory:
+    """A memory that runs out at one place of the model once a micro-batch has more rows than it holds."""
+
+    def __init__(self, rows: float = 1e9, place: int = 0, forward: bool = False) -> None:
+        self.rows, self.place, self.forward = rows, place, forward
+        self.failures = 0
+
+    def check(self, place: int, rows: int, forward: bool) -> None:
+        if forward == self.forward and place == self.place and rows > self.rows:
+            self.failures += 1
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate a block.")
+
+
+class Probe(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, memory: Memory, place: int) -> Tensor:
+        ctx.memory, ctx.place, ctx.rows = memory, place, len(x)
+        memory.check(place, len(x), forward=True)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        ctx.memory.check(ctx.place, ctx.rows, forward=False)
+        return grad, None, None
+
+
+class Observer(nn.Module):
+    """Buffers that move with each forward, as running statistics do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(6))
+        self.register_buffer("seen", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean.lerp_(x.detach().mean(0), 0.1)
+        self.seen += 1
+        return x
+
+
+class Net(nn.Module):
+    """Tied ends, blocks that may be checkpointed or shared, dropout, and buffers that move."""
+
+    def __init__(self, mode: str = "plain", memory: Memory | None = None) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 6)
+        self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(BLOCKS))
+        self.last = nn.Linear(6, 4, bias=False)
+        self.embedding = nn.Embedding(5, 4)
+        self.observer = Observer()
+        self.mode, self.memory = mode, memory or Memory()
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.observer(self.first(self.embedding(ids)))
+        for i in range(BLOCKS):
+            block = self.blocks[0 if self.mode == "reentrant, shared" else i]
+            x = Probe.apply(x, self.memory, i)
+            x = self.step(block, x)
+        x = Probe.apply(x, self.memory, BLOCKS)
+        return self.last(nn.functional.dropout(x, 0.3)) @ self.embedding.weight.T
+
+    def step(self, block: nn.Module, x: Tensor) -> Tensor:
+        def run(x: Tensor) -> Tensor:
+            return torch.tanh(block(x))
+
+        if self.mode == "plain":
+            return run(x)
+        return checkpoint(run, x, use_reentrant=self.mode.startswith("reentrant"))  # type: ignore[no-any-return]
+
+
+IDS = torch.randint(0, 5, (13,), generator=torch.Generator().manual_seed(0))
+
+
+def squares(model: nn.Module, ids: Tensor) -> Any:
+    values = model(ids).square()
+    return wb.mean(values), {"largest": values.amax(1)}
+
+
+def two_terms(model: nn.Module, ids: Tensor) -> Any:
+    values = model(ids).square()
+    return {"all": wb.mean(values), "even": 0.5 * wb.mean(values, (ids % 2 == 0).unsqueeze(1).expand_as(values))}
+
+
+def build(mode: str = "plain", memory: Memory | None = None, grads: bool = True) -> Net:
+    torch.manual_seed(3)
+    model = Net(mode, memory).double()
+    if grads:
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+    return model
+
+
+def run(model: Net, batch: Any, size: Any, loss: Callable[..., Any] = squares, **options: Any) -> Any:
+    torch.manual_seed(7)
+    result = wb.backward(model, loss, batch, size, **options)
+    return result, torch.rand(3)
+
+
+def assert_as_undisturbed(mode: str, memory: Memory, size: Any, loss: Callable[..., Any] = squares) -> None:
+    """Hold a disturbed run against one that had used its final pieces: all that it leaves behind is the same."""
+    pieces: list[int] = []
+
+    def noted(model: nn.Module, ids: Tensor) -> Any:
+        answer = loss(model, ids)
+        pieces.append(len(ids))
+        return answer
+
+    disturbed = build(mode, memory)
+    result, draws = run(disturbed, IDS, size, noted)
+    calm = build(mode)
+    final = [n for n in pieces if n <= memory.rows][-result.micro_batches :]
+    assert sum(final) == len(IDS)
+    expected, expected_draws = run(calm, wb.Window(IDS.split(final)), None, loss)
+    assert memory.failures
+    assert_same_gradient(disturbed, gradients_of(calm))
+    assert torch.equal(draws, expected_draws)
+    assert torch.equal(disturbed.observer.mean, calm.observer.mean)
+    assert disturbed.observer.seen == calm.observer.seen
+    torch.testing.assert_close(result.loss, expected.loss, rtol=1e-13, atol=0)
+    for name, metric in result.metrics.items():
+        torch.testing.assert_close(metric, expected.metrics[name], rtol=1e-13, atol=0)
+
+
+MODES = ["plain", "non-reentrant", "reentrant", "reentrant, shared"]
+
+
+@pytest.mark.parametrize("forward", [True, False], ids=["forward", "backward"])
+@pytest.mark.parametrize("place", range(BLOCKS + 1))
+@pytest.mark.parametrize("mode", MODES)
+def test_a_failure_at_any_place_leaves_no_trace(mode: str, place: int, forward: bool) -> None:
+    assert_as_undisturbed(mode, Memory(rows=4, place=place, forward=forward), wb.Auto(8))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_failures_within_failures_leave_no_trace(mode: str) -> None:
+    assert_as_undisturbed(mode, Memory(rows=1, place=1), wb.Auto(13))
+
+
+@pytest.mark.parametrize("forward", [True, False], ids=["forward", "backward"])
+def test_several_denominators_survive_a_failure(forward: bool) -> None:
+    assert_as_undisturbed("plain", Memory(rows=3, place=2, forward=forward), wb.Auto(8), two_terms)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    rows=st.integers(1, 12),
+    place=st.integers(0, BLOCKS),
+    forward=st.booleans(),
+    start=st.integers(1, 13),
+    mode=st.sampled_from(MODES),
+)
+def test_any_memory_leaves_no_trace(rows: int, place: int, forward: bool, start: int, mode: str) -> None:
+    memory = Memory(rows, place, forward)
+    if start > rows:
+        assert_as_undisturbed(mode, memory, wb.Auto(start))
+
+
+def test_a_retry_without_undoing_is_wrong() -> None:
+    """The twin: run the halves of a failed piece on top of what its backward had already added."""
+    memory = Memory(rows=4, place=1)
+    naive, calm = build("plain", memory, grads=False), build("plain", grads=False)
+    for ids in IDS.split(8):
+        for part in (ids, *ids.split(4)):
+            try:
+                (naive(part).square().sum() / (len(IDS) * 5)).backward()
+            except torch.OutOfMemoryError:
+                continue
+            if len(part) == len(ids):
+                break
+    run(calm, wb.Window(IDS.split([4, 4, 4, 1])), None)
+    assert memory.failures
+    assert_differs(naive, gradients_of(calm), by=0.02)
+
+
+def test_the_size_found_is_remembered_and_a_larger_one_is_tried_again() -> None:
+    memory, auto = Memory(rows=4, place=0), wb.Auto(13)
+    model = build("plain", memory, grads=False)
+    run(model, IDS, auto)
+    assert memory.failures == 2
+    run(model, IDS, auto)
+    assert memory.failures == 2
+    memory.rows = 13
+    sizes = [run(model, IDS, auto)[0].micro_batches for _ in range(300)]
+    assert sizes[0] == 5
+    assert sizes[-1] == 1
+
+
+def test_token_budgets_are_split_and_remembered() -> None:
+    memory = Memory(rows=2, place=0)
+    model = build("plain", memory, grads=False)
+    batch = [[int(i)] * (1 + n % 3) for n, i in enumerate(IDS)]
+    auto = wb.Auto(wb.Tokens(16, length=len))
+
+    def collate(samples: list[list[int]]) -> Tensor:
+        return torch.tensor([sample[0] for sample in samples])
+
+    run(model, batch, auto, collate=collate)
+    assert memory.failures
+    assert auto.size.budget < 16  # type: ignore[union-attr]
+
+
+def test_one_row_that_does_not_fit_is_final_and_gradients_are_as_before() -> None:
+    model = build("plain", Memory(rows=0, place=0))
+    with pytest.raises(wb.OutOfMemoryError, match=r"One row alone does not fit.*\(1,\).*checkpoint"):
+        run(model, IDS, wb.Auto(8))
+    assert all(torch.equal(p.grad, torch.ones_like(p)) for p in model.parameters() if p.grad is not None)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("shapes do not match"), ValueError("no"), KeyboardInterrupt()])
+def test_every_other_error_passes_untouched(error: BaseException) -> None:
+    model, calls = build(), []
+
+    def broken(model: nn.Module, ids: Tensor) -> Any:
+        calls.append(len(ids))
+        if len(calls) == 2:
+            raise error
+        return squares(model, ids)
+
+    with pytest.raises(type(error)) as raised:
+        run(model, IDS, wb.Auto(8), broken)
+    assert raised.value is error
+    assert calls == [8, 5]
+    assert all(torch.equal(p.grad, torch.ones_like(p)) for p in model.parameters() if p.grad is not None)
+
+
+def test_without_auto_running_out_of_memory_is_an_error_that_takes_its_share_back() -> None:
+    model = build("plain", Memory(rows=4, place=1))
+    with pytest.raises(torch.OutOfMemoryError):
+        run(model, IDS, 8)
+    assert all(torch.equal(p.grad, torch.ones_like(p)) for p in model.parameters() if p.grad is not None)
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (torch.OutOfMemoryError("anything"), True),
+        (RuntimeError("CUDA error: out of memory\nCompile with TORCH_USE_CUDA_DSA"), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
+        (RuntimeError("[enforce fail at alloc_cpu.cpp:121] DefaultCPUAllocator: can't allocate memory"), True),
+        (RuntimeError("the batch is out of memory range"), False),
+        (MemoryError(), False),
+    ],
+    ids=["torch", "runtime", "cublas", "host", "other", "python"],
+)
+def test_what_means_out_of_memory(error: BaseException, expected: bool) -> None:
+    assert is_out_of_memory(error) is expected
+
+
+def test_saved_bytes_count_each_storage_once_and_let_go_of_it() -> None:
+    x = torch.ones(1000, dtype=torch.float64, requires_grad=True)
+    with SavedBytes() as saved:
+        y = x.exp()
+        loss = (y * y[:]).sum()
+    assert saved.live == 8000
+    loss.backward()
+    del loss, y
+    assert (saved.live, saved.peak) == (0, 8000)
+
+
+def test_a_budget_of_saved_bytes_makes_a_machine_small() -> None:
+    model = nn.Sequential(*[layer for _ in range(6) for layer in (nn.Linear(32, 32), nn.Tanh())]).double()
+    rows = torch.randn(64, 32, dtype=torch.float64)
+    reference = nn.Sequential(*[layer for _ in range(6) for layer in (nn.Linear(32, 32), nn.Tanh())]).double()
+    reference.load_state_dict(model.state_dict())
+    reference(rows).square().mean().backward()
+    auto = wb.Auto(64)
+    with SavedBytes(limit=50_000, ignored=list(model.parameters())) as saved:
+        result = wb.backward(model, lambda model, rows: model(rows).square(), rows, auto)
+    assert result.micro_batches > 2
+    assert saved.peak <= 50_000
+    assert_same_gradient(model, gradients_of(reference))
