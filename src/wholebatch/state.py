@@ -19,15 +19,16 @@ class State:
 
     Args:
         model: whose devices and buffers are taken; None for the random state alone.
+        buffers: whether its buffers are wanted.
     """
 
-    def __init__(self, model: nn.Module | None = None) -> None:
+    def __init__(self, model: nn.Module | None = None, buffers: bool = True) -> None:
         self._python = random.getstate()
         self._torch = torch.get_rng_state()
         self._devices = [(device, _generator_state(device)) for device in _accelerators(model)]
         numpy = sys.modules.get("numpy")
         self._numpy: Any = None if numpy is None else numpy.random.get_state()
-        self._buffers = [(module, name, b, b.detach().clone()) for module, name, b in _buffers(model)]
+        self._buffers = [(m, name, b, b.detach().clone()) for m, name, b in _buffers(model if buffers else None)]
 
     def restore(self) -> None:
         """Go back to the moment of the snapshot; buffers keep their identity."""
