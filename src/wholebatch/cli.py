@@ -1,0 +1,120 @@
+"""The program `wholebatch`: one function a command; what a command needs is imported when it runs."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import platform
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from importlib import metadata
+from pathlib import Path
+
+from wholebatch import WholeBatchError, __version__
+
+USAGE = """\
+wholebatch: train on the batch you meant, on the memory you have.
+
+  wholebatch train [CONFIG.yaml] [flags]   train; without flags, a language model on Python's own docstrings
+  wholebatch train --resume RUN            go on with a run that was stopped or killed
+  wholebatch train --help                  every flag
+  wholebatch env                           what to paste into a report of a problem
+  wholebatch --version
+"""
+
+PACKAGES = ("torch", "safetensors", "rich", "tyro", "PyYAML", "transformers", "accelerate", "lightning", "ultralytics")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Args:
+        arguments: what stands behind the program's name; by default the command line.
+
+    Returns:
+        The exit status: 0; 1 for an error in what was given, which is written to stderr; 2 for an unknown command;
+        128 and the signal for a run that was stopped.
+    """
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    command, rest = (given[0], given[1:]) if given else ("--help", [])
+    if command not in COMMANDS:
+        near = difflib.get_close_matches(command, COMMANDS, 1)
+        hint = f" Did you mean '{near[0]}'?" if near else ""
+        _complain(f"there is no command '{command}'.{hint} See: wholebatch --help")
+        return 2
+    if rest and command != "train":
+        _complain(f"{command} takes no arguments, but got {' '.join(rest)}.")
+        return 2
+    try:
+        return COMMANDS[command](rest)
+    except WholeBatchError as error:
+        _complain(str(error))
+    except KeyboardInterrupt:
+        _complain("interrupted.")
+        return 128 + signal.SIGINT
+    return 1
+
+
+def train(arguments: list[str]) -> int:
+    """Train, with settings from an optional YAML file and flags that go before it."""
+    import tyro
+
+    from wholebatch.train import Config, config
+    from wholebatch.train import train as run
+
+    named = bool(arguments) and not arguments[0].startswith("-")
+    default = config.load(Path(arguments[0])) if named else Config()
+    flags = arguments[1:] if named else arguments
+    outcome = run(tyro.cli(Config, prog="wholebatch train [CONFIG.yaml]", args=flags, default=default))
+    return 0 if outcome.signal is None else 128 + outcome.signal
+
+
+def env(arguments: list[str]) -> int:
+    """Print versions and devices."""
+    import torch
+
+    lines = {
+        "wholebatch": __version__,
+        "python": f"{platform.python_version()} ({sys.executable})",
+        "platform": platform.platform(),
+        "processors": str(os.cpu_count()),
+        **{name: _installed(name) for name in PACKAGES},
+        "devices": ", ".join(map(torch.cuda.get_device_name, range(torch.cuda.device_count()))) or "cpu only",
+        "threads": str(torch.get_num_threads()),
+    }
+    for name, value in lines.items():
+        print(f"{name:<14}{value}")
+    return 0
+
+
+def version(arguments: list[str]) -> int:
+    """Print the version."""
+    print(f"wholebatch {__version__}")
+    return 0
+
+
+def usage(arguments: list[str]) -> int:
+    """Print the commands."""
+    print(USAGE, end="")
+    return 0
+
+
+COMMANDS: dict[str, Callable[[list[str]], int]] = {
+    "train": train,
+    "env": env,
+    "--version": version,
+    "--help": usage,
+    "-h": usage,
+}
+
+
+def _installed(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _complain(text: str) -> None:
+    print(f"wholebatch: {text}", file=sys.stderr)

@@ -1,0 +1,178 @@
+"""Checkpoints that are whole or not there: written to a new folder, synced to disk, renamed.
+
+    checkpoint/checkpoint.json       what this is: format, version, step, config, and size and hash of the other files
+    checkpoint/model.safetensors     the weights
+    checkpoint/state.pt              optimizer, schedule and random state; read without running any pickled code
+
+At every moment either `checkpoint` or `checkpoint.old` is complete. A process killed while writing leaves
+`checkpoint.new`, which is never read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_model, save_model
+from torch import nn
+
+from wholebatch.train.errors import RunError
+
+FORMAT = "wholebatch checkpoint"
+VERSION = 1
+ABOUT, WEIGHTS, STATE = "checkpoint.json", "model.safetensors", "state.pt"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A complete checkpoint on disk, every file of it verified.
+
+    Attributes:
+        folder: where it lies.
+        step: how many steps were taken.
+        config: the settings of the run it belongs to.
+        data: the fingerprint of the rows it was trained on.
+    """
+
+    folder: Path
+    step: int
+    config: dict[str, Any]
+    data: str
+
+    def restore(self, model: nn.Module) -> dict[str, Any]:
+        """Load the weights into a model and return the state that was saved beside them.
+
+        Raises:
+            RunError: if the weights are those of another model, or the state is not plain data.
+        """
+        try:
+            load_model(model, str(self.folder / WEIGHTS))
+            state: dict[str, Any] = torch.load(self.folder / STATE, map_location="cpu", weights_only=True)
+        except (RuntimeError, SafetensorError, UnpicklingError) as error:
+            first = " ".join(str(error).split())[:300]
+            raise RunError(f"{self.folder} cannot be loaded into this model: {first}") from None
+        return state
+
+
+def save(
+    run: Path,
+    model: nn.Module,
+    state: dict[str, Any],
+    about: dict[str, Any],
+    export: Callable[[Path], None] | None = None,
+) -> None:
+    """Write a checkpoint and put it in the place of the one before.
+
+    Args:
+        run: the run folder.
+        model: whose weights are saved.
+        state: tensors and plain values.
+        about: step, config and data, as `Checkpoint` has them.
+        export: writes further files into the folder.
+
+    Raises:
+        RunError: if the disk is full or cannot be written; the checkpoint before stays, and stays complete.
+    """
+    new, current, old = (run / name for name in ("checkpoint.new", "checkpoint", "checkpoint.old"))
+    with _cleaned(new, int(about["step"])):
+        shutil.rmtree(new, ignore_errors=True)
+        new.mkdir(parents=True)
+        save_model(model, str(new / WEIGHTS), metadata={"format": "pt"})
+        torch.save(state, new / STATE)
+        if export is not None:
+            export(new)
+        files = {path.name: _identity(path) for path in sorted(new.iterdir())}
+        described = {"format": FORMAT, "version": VERSION, **about, "files": files}
+        (new / ABOUT).write_text(json.dumps(described, indent=1), encoding="utf-8")
+        for path in (*new.iterdir(), new):
+            _sync(path)
+        if current.exists():
+            shutil.rmtree(old, ignore_errors=True)
+            current.rename(old)
+        new.rename(current)
+        _sync(run)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def read(run: Path) -> Checkpoint | None:
+    """Find and verify the checkpoint of a run; None if none was written yet.
+
+    Raises:
+        RunError: if it is torn, of another program, or written by a newer version; names the file.
+    """
+    folders = [run / name for name in ("checkpoint", "checkpoint.old") if (run / name).exists()]
+    if not folders:
+        return None
+    folder = folders[0]
+    about = _about(folder)
+    for name, identity in about["files"].items():
+        path = folder / name
+        if not path.is_file() or _identity(path) != identity:
+            found = f"has {path.stat().st_size:,} bytes" if path.is_file() else "is missing"
+            raise RunError(
+                f"{path} {found} and is not what was saved ({identity['bytes']:,} bytes): the checkpoint is torn. "
+                "Restore the file, or start a new run from the same config: "
+                f"wholebatch train {run / 'config.yaml'} --out FOLDER."
+            )
+    return Checkpoint(folder, about["step"], about["config"], about["data"])
+
+
+def _about(folder: Path) -> dict[str, Any]:
+    path = folder / ABOUT
+    try:
+        about = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise RunError(f"{path} cannot be read ({error}): {folder} is torn, or no checkpoint of wholebatch.") from None
+    if not isinstance(about, dict) or about.get("format") != FORMAT:
+        raise RunError(f"{path} is not a {FORMAT}. --resume takes the folder of a run that wholebatch train began.")
+    if about.get("version") != VERSION:
+        raise RunError(
+            f"{path} has version {about.get('version')!r}, and this wholebatch reads version {VERSION}: it was written "
+            "by a newer one. Upgrade with: pip install -U wholebatch."
+        )
+    missing = {"step", "config", "data", "files"} - about.keys()
+    if missing:
+        raise RunError(f"{path} says nothing of {', '.join(sorted(missing))}: the checkpoint is torn.")
+    return about
+
+
+@contextmanager
+def _cleaned(new: Path, step: int) -> Iterator[None]:
+    """Remove what was written of a checkpoint that could not be finished, and say that the old one stays."""
+    try:
+        yield
+    except (OSError, SafetensorError, RuntimeError) as error:  # each library reports a full disk in its own way
+        shutil.rmtree(new, ignore_errors=True)
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else " ".join(str(error).split())
+        raise RunError(
+            f"The checkpoint of step {step} could not be written to {new.parent}: {reason}. The one before is "
+            f"untouched. Make room, then go on with: wholebatch train --resume {new.parent}."
+        ) from error
+
+
+def _identity(path: Path) -> dict[str, int | str]:
+    """Size and hash of a file."""
+    hashed = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            hashed.update(block)
+    return {"bytes": path.stat().st_size, "sha256": hashed.hexdigest()}
+
+
+def _sync(path: Path) -> None:
+    """Wait until a file, or the names in a folder, are on disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,79 @@
+"""Tell classes apart: rows of numbers, images, or handwritten digits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+import wholebatch as wb
+from wholebatch.batch import move
+from wholebatch.train.config import Config
+from wholebatch.train.data import held_out
+from wholebatch.train.errors import ConfigError
+from wholebatch.train.model import classifier, parameters_of
+from wholebatch.train.tables import Sample, content, read_table, standardise
+from wholebatch.train.task import Batch, Task, device_of, digest
+from wholebatch.window import pieces_of
+
+PIECE_ROWS = 256
+
+
+class Classify(Task):
+    """A small classifier of our own, convolutions for images and dense layers for vectors."""
+
+    measure_name, unit = "accuracy", "of the rows right"
+
+    def __init__(self, config: Config) -> None:
+        if config.model is not None or config.max_tokens is not None:
+            word = "model" if config.model is not None else "max_tokens"
+            raise ConfigError(f"{word} is {getattr(config, word)}, but the task classify has no {word}. Leave it out.")
+        table = read_table(config.data, config.label, config.image_size)
+        train, held = held_out(table.samples, config.held_out, content)
+        self.train, self.held = standardise(train, train), standardise(train, held)
+        shape = self.train[0].features.shape
+        self.model = classifier(shape, len(table.classes), config.width, config.layers)
+        self.peak_lr = 3e-3
+        rows = config.micro_batch_size
+        self.size = max(1, (config.batch_size or 1) // 4) if rows == "auto" else rows
+        kind = "convolutional" if len(shape) == 3 else "dense"
+        inputs = " x ".join(map(str, shape))
+        self.network = f"{kind} classifier of {inputs} inputs, {parameters_of(self.model):,} parameters"
+        where = config.data or "scikit-learn's digits"
+        self.origin = f"{where}: {len(train):,} rows to train on, {len(held):,} held out, {len(table.classes)} classes"
+
+    def collate(self, samples: list[Sample]) -> Batch:
+        """Stack rows."""
+        features = torch.stack([sample.features for sample in samples])
+        return {"features": features, "labels": torch.tensor([sample.label for sample in samples])}
+
+    def loss(self, model: Any, micro_batch: Batch) -> tuple[wb.Mean, dict[str, torch.Tensor]]:
+        """Return the cross entropy of every row, and whether it was told right."""
+        labels = micro_batch["labels"]
+        # The features follow the model's dtype, which is float64 in the reference.
+        logits = model(micro_batch["features"].to(next(model.parameters()).dtype))
+        return wb.losses.cross_entropy(logits, labels), {"accuracy": (logits.argmax(-1) == labels).float()}
+
+    def count(self, micro_batch: Batch) -> tuple[int, int]:
+        """Return the rows twice: there is no padding."""
+        return len(micro_batch["labels"]), len(micro_batch["labels"])
+
+    @torch.no_grad()
+    def measure(self, model: nn.Module) -> dict[str, float]:
+        """Return the share of held-out rows told right, and their mean cross entropy."""
+        right = total = 0.0
+        for piece in pieces_of(self.held, PIECE_ROWS, collate=self.collate):
+            loss, metrics = self.loss(model, move(piece.load(), device_of(model)))
+            right += float(metrics["accuracy"].sum())
+            total += float(loss.total)
+        return {"accuracy": right / len(self.held), "loss": total / len(self.held)}
+
+    def shortened(self, samples: Sequence[Sample]) -> list[Sample]:
+        """Keep at most 256 rows."""
+        return list(samples[:PIECE_ROWS])
+
+    def fingerprint(self) -> str:
+        """Return a hash of all training rows and their classes."""
+        return digest(content(sample) + bytes(str(sample.label), "ascii") for sample in self.train)

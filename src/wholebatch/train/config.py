@@ -1,0 +1,218 @@
+"""What `wholebatch train` is asked to do: one typed dataclass, whose fields are the flags and the keys of the YAML."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import types
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any, Literal, TypeAlias, Union, get_args, get_origin, get_type_hints
+
+from wholebatch.train.errors import ConfigError
+
+Scalar: TypeAlias = "int | float | str | bool | None"
+
+
+@dataclass(frozen=True)
+class Config:
+    """Settings of a training run. Without any, a byte-level language model learns Python's own docstrings.
+
+    The batch is named in rows over all ranks, the micro-batch in rows or tokens of one forward and backward. How the
+    batch is cut changes time and memory, never the gradient.
+    """
+
+    task: Literal["text", "classify"] = "text"
+    """Predict the next token of texts, or the class of rows."""
+    data: Path | None = None
+    """A file or folder: text, .jsonl, .parquet; for classify a .csv or a folder with one subfolder of images a class.
+    Left out: the docstrings of Python's standard library; for classify scikit-learn's digits."""
+    column: str = "text"
+    """Which column of JSON lines or Parquet holds the text."""
+    label: str = "label"
+    """Which column of a CSV holds the class."""
+    rows: Literal["lines", "paragraphs"] = "lines"
+    """What a row of a text file is: a line, or a paragraph that ends at a blank line."""
+    held_out: float = 0.05
+    """Share of the rows, chosen by a hash of their content, that is measured and never trained on."""
+    image_size: int = 32
+    """Images are brought to this height and width, in pixels."""
+
+    model: Path | None = None
+    """A local Hugging Face folder with a causal model and its tokenizer. Left out: a small model of our own."""
+    width: int = 96
+    """Features of a position or layer in our own models."""
+    layers: int = 3
+    """Blocks of our own models."""
+    heads: int = 4
+    """Attention heads of a block."""
+    context: int = 1024
+    """The longest row, in tokens; longer ones are cut there, and how many is said."""
+
+    batch_size: int | None = None
+    """The batch you mean: the rows of one optimizer step, over all ranks. 64 if nothing else says it."""
+    micro_batch_size: int | Literal["auto"] = "auto"
+    """Rows of one forward and backward; auto: by tokens for text, a quarter of the batch for classify."""
+    max_tokens: int | None = None
+    """Padded tokens of one forward and backward, in the place of rows."""
+    per_device_train_batch_size: int | None = None
+    """Hugging Face's word for the rows of one forward and backward; translated."""
+    gradient_accumulation_steps: int | None = None
+    """Hugging Face's word for the micro-batches of a step on one rank; translated."""
+    accumulate_grad_batches: int | None = None
+    """Lightning's word for the same; translated."""
+    nbs: int | None = None
+    """Ultralytics' word for the batch that is meant; translated."""
+
+    steps: int | None = None
+    """Optimizer steps; left out: as many as the epochs have."""
+    epochs: int = 2
+    """Passes over the training rows."""
+    lr: float | None = None
+    """Peak learning rate. Left out: 0.005 for our own models, 0.00005 for a model folder."""
+    warmup: int = 10
+    """Steps over which the learning rate rises to its peak."""
+    schedule: Literal["cosine", "constant"] = "cosine"
+    """What the learning rate does afterwards; cosine falls to a tenth."""
+    weight_decay: float = 0.1
+    """Of AdamW."""
+    max_grad_norm: float = 1.0
+    """Clip the gradient of the whole batch to this norm."""
+    seed: int = 0
+    """Of the first weights, the order of the rows and all other draws."""
+    device: str = "auto"
+    """Where to train: auto, cpu, cuda, cuda:1 ..."""
+
+    out: Path | None = None
+    """The run folder. Left out: a new one under runs/."""
+    resume: Path | None = None
+    """Go on with the run in this folder, with its settings; goes with no other flag."""
+    save_every: int = 50
+    """Steps between checkpoints; one is always written at the end and on Ctrl-C."""
+    prompt: str = "Return "
+    """What the sample at the end begins with."""
+    proof: bool = True
+    """Hold one batch's gradient against the reference at the end."""
+
+    def __post_init__(self) -> None:
+        for name in _AT_LEAST_ONE:
+            value = getattr(self, name)
+            if isinstance(value, int) and value < 1:
+                raise ConfigError(f"{name} is {value}; it must be at least 1.")
+        for name in ("lr", "max_grad_norm"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
+                raise ConfigError(f"{name} is {value}; it must be a positive number.")
+        if not 0 < self.held_out < 1:
+            raise ConfigError(f"held_out is {self.held_out}; it is a share of the rows, between 0 and 1.")
+        if self.warmup < 0 or self.weight_decay < 0:
+            raise ConfigError(f"warmup is {self.warmup} and weight_decay {self.weight_decay}; neither may be negative.")
+
+
+_AT_LEAST_ONE = (
+    *("batch_size", "micro_batch_size", "max_tokens", "per_device_train_batch_size", "gradient_accumulation_steps"),
+    *("accumulate_grad_batches", "nbs", "steps", "epochs", "save_every"),
+    *("width", "layers", "heads", "context", "image_size"),
+)
+
+
+def load(path: Path) -> Config:
+    """Read a config from YAML.
+
+    Raises:
+        ConfigError: for a file that is not there or no YAML, and for an unknown, repeated or mistyped key; names the
+            line, and the nearest key.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"The config {path} cannot be read: {error}.") from None
+    lines: dict[str, int] = {}
+    values = _mapping(text, path, lines)
+    try:
+        return Config(**{key: _typed(key, value, f"{path}, line {lines[key]}") for key, value in values.items()})
+    except ConfigError as error:
+        raise error if str(path) in str(error) else ConfigError(f"{path}: {error}") from None
+
+
+def dump(config: Config) -> str:
+    """Write a config as YAML that `load` reads back; keys that say nothing are left out."""
+    import yaml
+
+    text: str = yaml.safe_dump(plain(config), sort_keys=False)
+    return text
+
+
+def plain(config: Config) -> dict[str, Scalar]:
+    """Return the settings that say something, as plain values."""
+    values = {key: str(value) if isinstance(value, Path) else value for key, value in asdict(config).items()}
+    return {key: value for key, value in values.items() if value is not None}
+
+
+def absolute(config: Config) -> Config:
+    """Name data and model by their full path, so that the run can be resumed from any folder."""
+    paths = {name: getattr(config, name) for name in ("data", "model")}
+    return replace(config, **{name: path.absolute() for name, path in paths.items() if path is not None})
+
+
+def nearest(word: str, known: list[str]) -> str:
+    """Return " Did you mean 'known'?", or nothing where no known word is near."""
+    near = difflib.get_close_matches(word.replace("-", "_"), known, 1)
+    return f" Did you mean '{near[0]}'?" if near else ""
+
+
+def _mapping(text: str, path: Path, lines: dict[str, int]) -> dict[str, Any]:
+    """Parse the YAML and note the line of every key."""
+    import yaml
+
+    try:
+        node = yaml.compose(text, Loader=yaml.SafeLoader)
+        values = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}.") from None
+    if node is None:
+        raise ConfigError(f"{path} is empty. Give at least one setting, such as 'steps: 100'.")
+    if not isinstance(node, yaml.MappingNode):
+        raise ConfigError(f"{path} holds no settings. Write one a line, such as 'steps: 100'.")
+    known = [field.name for field in fields(Config)]
+    for key_node, _ in node.value:
+        key, line = str(key_node.value), key_node.start_mark.line + 1
+        if key not in known:
+            raise ConfigError(f"{path}, line {line}: there is no setting '{key}'.{nearest(key, known)}")
+        if key in lines:
+            raise ConfigError(f"{path}, line {line}: '{key}' was set before, in line {lines[key]}. Keep one.")
+        lines[key] = line
+    return dict(values)
+
+
+def _typed(key: str, value: Scalar, where: str) -> Any:
+    """Bring a YAML value to the type of its field."""
+    kind = get_type_hints(Config)[key]
+    choices = get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
+    for choice in choices:
+        if (found := _as(choice, value)) is not None or (value is None and choice is type(None)):
+            return found
+    wanted = " or ".join(_in_words(choice) for choice in choices if choice is not type(None))
+    raise ConfigError(f"{where}: {key} is {value!r}; it must be {wanted}.")
+
+
+def _as(kind: Any, value: Scalar) -> object:
+    """Return the value as this type, or None if it is none. YAML reads 5e-3 as text, so numbers may be quoted."""
+    if get_origin(kind) is Literal:
+        return value if value in get_args(kind) else None
+    if kind is float and isinstance(value, (int, float, str)) and not isinstance(value, bool):
+        try:
+            return float(value)
+        except ValueError:
+            return None
+    if kind is Path:
+        return Path(value) if isinstance(value, str) else None
+    if kind in (int, bool, str):
+        return value if type(value) is kind else None
+    return None
+
+
+def _in_words(kind: Any) -> str:
+    if get_origin(kind) is Literal:
+        return " or ".join(repr(choice) for choice in get_args(kind))
+    return {int: "a whole number", float: "a number", bool: "true or false", str: "text", Path: "a path"}[kind]

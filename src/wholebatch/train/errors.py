@@ -1,0 +1,17 @@
+"""Mistakes in what the program was given: each message names the file, and the line where there is one."""
+
+from __future__ import annotations
+
+from wholebatch.errors import WholeBatchError
+
+
+class ConfigError(WholeBatchError, ValueError):
+    """A setting is unknown, misspelt, contradicts another, or cannot be met."""
+
+
+class DataError(WholeBatchError, ValueError):
+    """A data file is missing, empty, or holds something that is not what was asked for."""
+
+
+class RunError(WholeBatchError, RuntimeError):
+    """A run folder or its checkpoint cannot be used as it is, or cannot be written."""

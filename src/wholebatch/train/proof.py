@@ -1,0 +1,99 @@
+"""The proof: one batch's gradient, ours and that of the usual loop, held against one backward in float64."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import wholebatch as wb
+from wholebatch.batch import move
+from wholebatch.train.task import Loss, Task, device_of
+from wholebatch.window import pieces_of
+
+
+@dataclass(frozen=True)
+class Proof:
+    """Errors relative to the norm of the whole batch's gradient.
+
+    Attributes:
+        rows: of the batch.
+        pieces: that both ours and the usual loop ran.
+        error: of `wb.backward`.
+        usual: of the mean of the micro-batches' means, over the same pieces.
+    """
+
+    rows: int
+    pieces: int
+    error: float
+    usual: float
+
+    def __str__(self) -> str:
+        return f"gradient error {self.error:.0e} (the usual loop: {self.usual:.2g})"
+
+
+def prove(task: Task, model: nn.Module, samples: Sequence[Any]) -> Proof:
+    """Compute the gradient of a batch in three ways, on copies of the model, without dropout.
+
+    The reference is one forward and one backward over all rows in float64, with nothing of this library but the
+    sums that the loss function states.
+
+    Args:
+        task: makes micro-batches and losses.
+        model: trained or not; it is left as it is.
+        samples: the rows of one batch.
+    """
+    batch = task.shortened(samples)
+    size = _several(task, batch)
+    reference = _gradient(_reference_of(task, model, batch))
+    ours, usual = copy.deepcopy(model).eval(), copy.deepcopy(model).eval()
+    for each in (ours, usual):
+        each.zero_grad(set_to_none=True)
+    wb.backward(ours, task.loss, batch, size, collate=task.collate)
+    pieces = _usual_loop(task, usual, batch, size)
+    return Proof(
+        rows=len(batch),
+        pieces=pieces,
+        error=_distance(_gradient(ours), reference),
+        usual=_distance(_gradient(usual), reference),
+    )
+
+
+def _reference_of(task: Task, model: nn.Module, batch: list[Any]) -> nn.Module:
+    whole = copy.deepcopy(model).to("cpu", torch.float64).eval()
+    whole.zero_grad(set_to_none=True)
+    torch.autograd.backward(_term(task.loss(whole, task.collate(batch))).value)
+    return whole
+
+
+def _usual_loop(task: Task, model: nn.Module, batch: list[Any], size: int | wb.Tokens) -> int:
+    """Divide each piece's mean by the number of pieces, as is usually done."""
+    pieces = pieces_of(batch, size, collate=task.collate)
+    for piece in pieces:
+        loss = task.loss(model, move(piece.load(), device_of(model)))
+        torch.autograd.backward(_term(loss).value / len(pieces))
+    return len(pieces)
+
+
+def _several(task: Task, batch: list[Any]) -> int | wb.Tokens:
+    """The size that the run used, or a quarter of the batch where that would be one piece and prove nothing."""
+    several = len(pieces_of(batch, task.size, collate=task.collate)) > 1
+    return task.size if several else max(1, len(batch) // 4)
+
+
+def _term(loss: Loss) -> wb.Mean:
+    return loss if isinstance(loss, wb.Mean) else loss[0]
+
+
+def _gradient(model: nn.Module) -> Tensor:
+    """All gradients as one vector in float64."""
+    grads = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    return torch.cat([grad.detach().to("cpu", torch.float64).flatten() for grad in grads])
+
+
+def _distance(gradient: Tensor, reference: Tensor) -> float:
+    return float((gradient - reference).norm() / reference.norm())

@@ -1,0 +1,142 @@
+"""Read rows to classify: a CSV of numbers, a folder of images, or scikit-learn's digits."""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from wholebatch.train.data import read_lines
+from wholebatch.train.errors import DataError
+from wholebatch.train.extras import require
+
+IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff")
+
+
+class Sample(NamedTuple):
+    """One row to classify: its features, a vector or an image (channels, height, width), and its class number."""
+
+    features: Tensor
+    label: int
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of one shape, and the names of their classes in the order of their numbers."""
+
+    samples: list[Sample]
+    classes: list[str]
+
+
+def read_table(path: Path | None, label: str, image_size: int) -> Table:
+    """Read a CSV file, a folder of images, or without a path scikit-learn's digits.
+
+    Args:
+        path: a `.csv` with one header line, or a folder with one subfolder of images a class.
+        label: the column of the CSV that holds the class; all others are numbers.
+        image_size: height and width that images are brought to.
+
+    Raises:
+        DataError: for anything in the files that cannot be used; names the file and the line.
+    """
+    if path is None:
+        return read_digits()
+    table = read_images(path, image_size) if path.is_dir() else read_csv(path, label)
+    if len(table.classes) < 2:
+        raise DataError(f"{path} holds one class only, {table.classes[0]!r}: there is nothing to tell apart.")
+    return table
+
+
+def read_csv(path: Path, label: str) -> Table:
+    """Read numbers and a class from each line of a CSV.
+
+    Raises:
+        DataError: for a missing label column, a line with too many or too few fields, or text in a number column.
+    """
+    lines = read_lines(path)
+    _, header = next(lines)
+    names = _fields(header)
+    if label not in names:
+        present = ", ".join(map(repr, names))
+        raise DataError(f"{path}, line 1: there is no column '{label}', only {present}. Name the class: --label NAME.")
+    place = names.index(label)
+    rows: list[tuple[list[float], str]] = []
+    for number, line in lines:
+        fields = _fields(line)
+        if len(fields) != len(names):
+            raise DataError(f"{path}, line {number}: {len(fields)} fields where the header has {len(names)}.")
+        numbers = [_number(value, f"{path}, line {number}", names[i]) for i, value in enumerate(fields) if i != place]
+        rows.append((numbers, fields[place].strip()))
+    if not rows or len(names) < 2:
+        raise DataError(f"{path} holds {len(rows)} rows of {len(names) - 1} features. Give at least one of each.")
+    return _table([(torch.tensor(numbers), name) for numbers, name in rows])
+
+
+def read_images(folder: Path, size: int) -> Table:
+    """Read images, the name of whose subfolder is their class, as red, green and blue from -1 to 1.
+
+    Raises:
+        DataError: if there is no image in a subfolder, or one cannot be read.
+    """
+    image = require("PIL.Image", "examples", "Reading images")
+    paths = [path for path in sorted(folder.glob("*/*")) if path.suffix.lower() in IMAGES]
+    if not paths:
+        example = folder / "cat" / "1.png"
+        raise DataError(f"{folder} holds no images in subfolders. Give one subfolder a class, such as {example}.")
+    rows = []
+    for path in paths:
+        try:
+            with image.open(path) as file:
+                pixels = file.convert("RGB").resize((size, size)).tobytes()
+        except (OSError, ValueError, SyntaxError) as error:  # pillow raises each of these for a broken image
+            raise DataError(f"{path} is not an image that can be read: {error}.") from None
+        flat = torch.frombuffer(bytearray(pixels), dtype=torch.uint8)
+        rows.append((flat.view(size, size, 3).permute(2, 0, 1).float() / 127.5 - 1, path.parent.name))
+    return _table(rows)
+
+
+def read_digits() -> Table:
+    """Return scikit-learn's 1,797 handwritten digits as images (1, 8, 8) from -1 to 1."""
+    digits = require("sklearn.datasets", "examples", "Classifying the built-in digits").load_digits()
+    images = torch.tensor(digits.images, dtype=torch.float32)[:, None] / 8 - 1
+    return _table([(image, str(label)) for image, label in zip(images, digits.target, strict=True)])
+
+
+def standardise(train: Sequence[Sample], rows: Sequence[Sample]) -> list[Sample]:
+    """Give each feature of vectors mean 0 and deviation 1 over the training rows; images stay as they are."""
+    if not rows or rows[0].features.dim() != 1:
+        return list(rows)
+    features = torch.stack([sample.features for sample in train])
+    mean, deviation = features.mean(0), features.std(0, correction=0).clamp(min=1e-6)
+    return [Sample((sample.features - mean) / deviation, sample.label) for sample in rows]
+
+
+def content(sample: Sample) -> bytes:
+    """Return what decides on which side of the split a row falls."""
+    return sample.features.numpy().tobytes()
+
+
+def _table(rows: Sequence[tuple[Tensor, str]]) -> Table:
+    classes = sorted({name for _, name in rows})
+    number = {name: index for index, name in enumerate(classes)}
+    return Table([Sample(features, number[name]) for features, name in rows], classes)
+
+
+def _fields(line: str) -> list[str]:
+    return [field.strip() for field in next(csv.reader([line]))]
+
+
+def _number(value: str, where: str, column: str) -> float:
+    try:
+        number = float(value)
+    except ValueError:
+        number = math.nan
+    if not math.isfinite(number):
+        raise DataError(f"{where}: column '{column}' holds {value!r}, which is no number. Mend or remove the line.")
+    return number

@@ -1,0 +1,111 @@
+"""What there is to learn: rows, a model, and a loss that states its own denominator."""
+
+from __future__ import annotations
+
+import hashlib
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+import wholebatch as wb
+
+Batch: TypeAlias = "dict[str, Tensor]"
+Loss: TypeAlias = "wb.Mean | tuple[wb.Mean, dict[str, Tensor]]"
+
+
+class Task(ABC):
+    """One kind of training: how its rows are made, collated, learned from and measured.
+
+    Attributes:
+        train: the rows to train on.
+        held: the rows that are only measured.
+        model: the network, still on the CPU.
+        size: where a batch is cut: rows or `wb.Tokens`.
+        peak_lr: the learning rate unless the user says another.
+        origin: in words, where the rows come from.
+        network: in words, what the model is.
+        measure_name: which number of `measure` says how well the model does.
+        unit: what that number is counted in.
+    """
+
+    train: Sequence[Any]
+    held: Sequence[Any]
+    model: nn.Module
+    size: int | wb.Tokens
+    peak_lr: float
+    origin: str
+    network: str
+    measure_name: str
+    unit: str
+
+    @abstractmethod
+    def collate(self, samples: list[Any]) -> Batch:
+        """Make one micro-batch of samples."""
+
+    @abstractmethod
+    def loss(self, model: Any, micro_batch: Batch) -> Loss:
+        """Return the loss of one micro-batch; any model of the same form may be passed."""
+
+    @abstractmethod
+    def count(self, micro_batch: Batch) -> tuple[int, int]:
+        """Return how many tokens of a micro-batch are real, and how many there are with padding."""
+
+    @abstractmethod
+    def measure(self, model: nn.Module) -> dict[str, float]:
+        """Measure the model on the held-out rows."""
+
+    @abstractmethod
+    def shortened(self, samples: Sequence[Any]) -> list[Any]:
+        """Return the samples cut so short that the whole batch fits into memory at once in float64."""
+
+    @abstractmethod
+    def fingerprint(self) -> str:
+        """Return what changes if any row to train on does."""
+
+    def sample(self, model: nn.Module) -> str | None:
+        """Return something the model made, if it makes anything."""
+        return None
+
+    def export(self, folder: Path) -> None:  # noqa: B027 - most tasks add nothing
+        """Write beside the weights what others need to open them."""
+
+
+@dataclass
+class Tally:
+    """Collate, and count what the pieces of one step held."""
+
+    task: Task
+    pieces: list[int] = field(default_factory=list)
+    real: int = 0
+    padded: int = 0
+
+    def __call__(self, samples: list[Any]) -> Batch:
+        """Collate one piece and add it to the counts."""
+        micro_batch = self.task.collate(samples)
+        real, padded = self.task.count(micro_batch)
+        self.pieces.append(len(samples))
+        self.real, self.padded = self.real + real, self.padded + padded
+        return micro_batch
+
+    def reset(self) -> None:
+        """Start counting a new step."""
+        self.pieces, self.real, self.padded = [], 0, 0
+
+
+def digest(parts: Iterable[bytes]) -> str:
+    """Return a short fingerprint of rows in their order."""
+    hashed = hashlib.blake2b(digest_size=12)
+    for part in parts:
+        hashed.update(len(part).to_bytes(8, "big"))
+        hashed.update(part)
+    return hashed.hexdigest()
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Return where a model is."""
+    return next(model.parameters()).device

@@ -1,0 +1,147 @@
+"""The arithmetic of the batch: other tools' words are translated, shown, and refused where they contradict each other.
+
+Nothing is rounded: a batch that cannot be cut evenly has a remainder, which is said, or is an error, which says why.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from wholebatch.train.config import Config
+from wholebatch.train.errors import ConfigError
+
+DEFAULT_BATCH = 64
+
+
+def translate(config: Config, ranks: int = 1) -> Config:
+    """Settle `batch_size` and `micro_batch_size` from whichever words were used.
+
+    The words of other tools are gone afterwards: ``batch = rows a piece x pieces x ranks``.
+
+    Args:
+        config: as the user wrote it.
+        ranks: how many processes share the batch.
+
+    Raises:
+        ConfigError: if two words contradict each other, or do not say the batch.
+
+    Example:
+        >>> settled = translate(Config(per_device_train_batch_size=4, gradient_accumulation_steps=8), ranks=4)
+        >>> settled.batch_size, settled.micro_batch_size
+        (128, 4)
+    """
+    pieces = _agreed(config, "gradient_accumulation_steps", "accumulate_grad_batches")
+    batch = _agreed(config, "batch_size", "nbs")
+    rows = _rows(config)
+    if pieces is None:
+        batch = batch or (DEFAULT_BATCH if config.per_device_train_batch_size is None else (rows or 1) * ranks)
+    elif rows is not None:
+        batch = _product(rows, pieces, ranks, batch)
+    else:
+        rows = _quotient(batch, pieces, ranks)
+    return replace(
+        config,
+        batch_size=batch,
+        micro_batch_size="auto" if rows is None or config.max_tokens else rows,
+        nbs=None,
+        per_device_train_batch_size=None,
+        gradient_accumulation_steps=None,
+        accumulate_grad_batches=None,
+    )
+
+
+def arithmetic(batch: int, rows: int | None, ranks: int = 1, tokens: int | None = None) -> str:
+    """Say how a batch is cut, with every remainder.
+
+    Args:
+        batch: rows of one step over all ranks.
+        rows: of one micro-batch; None if pieces are cut by tokens.
+        ranks: how many processes share the batch.
+        tokens: padded tokens of one micro-batch.
+
+    Example:
+        >>> arithmetic(128, 4, ranks=4)
+        'batch 128 = 4 rows x 8 pieces x 4 ranks'
+        >>> arithmetic(130, 4)
+        'batch 130 = 4 rows x 32 pieces + 1 piece of 2 rows'
+    """
+    shares = [batch // ranks + (rank < batch % ranks) for rank in range(ranks)]
+    if shares[0] != shares[-1]:
+        limit = f"at most {tokens} tokens" if rows is None else f"at most {_count(rows, 'row')}"
+        return f"batch {batch} = {' + '.join(map(str, shares))} rows on {ranks} ranks, in pieces of {limit}"
+    over_ranks = f" x {_count(ranks, 'rank')}" if ranks > 1 else ""
+    if rows is None:
+        return f"batch {batch} = {_count(shares[0], 'row')}{over_ranks}, in pieces of at most {tokens} tokens"
+    full, rest = divmod(shares[0], rows)
+    parts = [f"{_count(rows, 'row')} x {_count(full, 'piece')}"] if full else []
+    parts += [f"1 piece of {_count(rest, 'row')}"] if rest else []
+    joined = " + ".join(parts)
+    return f"batch {batch} = {f'({joined})' if over_ranks and len(parts) > 1 else joined}{over_ranks}"
+
+
+def spoken(config: Config) -> str:
+    """Return the other tools' words that a config uses, as the user wrote them: "nbs 64"."""
+    words = ("per_device_train_batch_size", "gradient_accumulation_steps", "accumulate_grad_batches", "nbs")
+    return ", ".join(f"{word} {getattr(config, word)}" for word in words if getattr(config, word) is not None)
+
+
+def _agreed(config: Config, first: str, second: str) -> int | None:
+    """The value of two words for one thing."""
+    values = {name: getattr(config, name) for name in (first, second) if getattr(config, name) is not None}
+    if len(set(values.values())) > 1:
+        raise ConfigError(
+            f"{first} is {values[first]} and {second} is {values[second]}, but they are two words for one number. "
+            "Leave one out."
+        )
+    return next(iter(values.values()), None)
+
+
+def _rows(config: Config) -> int | None:
+    """Rows of one micro-batch, if they were said."""
+    micro, device = config.micro_batch_size, config.per_device_train_batch_size
+    if micro != "auto" and config.max_tokens is not None:
+        raise ConfigError(
+            f"micro_batch_size is {micro} rows and max_tokens {config.max_tokens}: both say where the batch is cut. "
+            "Leave one out."
+        )
+    if micro == "auto" or micro == device:
+        return device
+    if device is not None:
+        raise ConfigError(
+            f"micro_batch_size is {micro} and per_device_train_batch_size {device}, but they are two words for one "
+            "number. Leave one out."
+        )
+    return micro
+
+
+def _product(rows: int, pieces: int, ranks: int, batch: int | None) -> int:
+    found = rows * pieces * ranks
+    if batch not in (None, found):
+        raise ConfigError(
+            f"batch_size is {batch}, but {_count(rows, 'row')} x {_count(pieces, 'piece')} x {_count(ranks, 'rank')} "
+            f"= {found}. Leave out the number of pieces: a batch of {batch} is then cut into pieces of {rows} exactly, "
+            "with the remainder in a smaller one."
+        )
+    return found
+
+
+def _quotient(batch: int | None, pieces: int, ranks: int) -> int:
+    parts = pieces * ranks
+    if batch is None:
+        raise ConfigError(
+            f"{_count(pieces, 'accumulated piece')} do not say how large the batch is. Give batch_size, or the rows of "
+            "a piece: micro_batch_size or per_device_train_batch_size."
+        )
+    if batch % parts:
+        below = batch // parts * parts
+        choices = f"{below} or {below + parts}" if below else str(parts)
+        raise ConfigError(
+            f"A batch of {batch} cannot be cut into {pieces} equal pieces on {_count(ranks, 'rank')}: "
+            f"{batch} / {parts} = {batch / parts:g}. Choose batch_size {choices}, or say micro_batch_size in the place "
+            "of the pieces: an uneven last piece is exact."
+        )
+    return batch // parts
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
