@@ -15,9 +15,9 @@ SOURCE = Path(__file__).parents[1] / "src" / "wholebatch"
 # From the ground up. A room imports from the lines above its own, and within its line from the names to its left.
 LAYERS = (
     ("errors",),
-    ("loss", "losses", "precision", "sums", "denominators", "sync", "moments", "state", "batch", "memory"),
+    ("loss", "losses", "precision", "sums", "denominators", "moments", "state", "batch", "memory"),
     ("padding", "sizes", "window", "dealing"),
-    ("options", "refusals", "gradient", "staged", "pipeline"),
+    ("options", "refusals", "sync", "replicated", "sharded", "ranks", "gradient", "staged", "pipeline"),
     ("reference", "check", "step", "policies", "planner"),
     ("doctor", "integrations", "train"),
     ("cli",),

@@ -26,6 +26,13 @@ class Denominators(Protocol):
 
     loose: bool
 
+    @property
+    def guess(self) -> float:
+        """The number to agree on with other ranks; 0 for none, or one that is agreed already."""
+
+    def adopt(self, number: float) -> None:
+        """Divide by the number that all ranks have agreed on."""
+
     def admit(self, answer: Answer, extent: float) -> bool:
         """Take note of an answer before its backward; False if every denominator must be known first."""
 
@@ -56,6 +63,7 @@ class Provisional:
         self._world, self._exact_last = world, exact_last
         self._pattern: frozenset[TermKey] | None = None
         self._number: Count = 1.0
+        self._agreed = False
         self._true: Sums | None = None
 
     def admit(self, answer: Answer, extent: float) -> bool:
@@ -63,7 +71,8 @@ class Provisional:
         if self._pattern is None and pattern is not None:
             self._pattern = pattern
             averaged = [term for term in answer.terms.values() if term.kind not in KNOWN]
-            self._number = power_of_two(averaged[0].count * extent) if averaged else 1.0
+            if not self._agreed:
+                self._number = power_of_two(averaged[0].count * extent) if averaged else 1.0
         return not self.loose or (pattern is not None and pattern == self._pattern)
 
     def of(self, answer: Answer) -> Divisors:
@@ -71,6 +80,16 @@ class Provisional:
             return counted_divisors(self._true, answer)
         known = {"one": 1.0, "once": float(self._world)}
         return {key: known.get(term.kind, self._number) for key, term in answer.terms.items()}
+
+    @property
+    def guess(self) -> float:
+        """Say this rank's share of the number to agree on."""
+        return 0.0 if self._agreed or self._pattern is None else float(self._number)
+
+    def adopt(self, number: float) -> None:
+        """Divide by the sum of all ranks' guesses from now on."""
+        if number:
+            self._number, self._agreed = float(power_of_two(number)), True
 
     def check(self, sums: Sums) -> None:
         return None
@@ -99,12 +118,16 @@ class Known:
     """
 
     loose = False
+    guess = 0.0
 
     def __init__(
         self, everywhere: Callable[[Answer], Divisors], here: Callable[[Answer], Divisors], source: str
     ) -> None:
         self._everywhere, self._here, self._source = everywhere, here, source
         self._expected: Divisors = {}
+
+    def adopt(self, number: float) -> None:
+        return None
 
     def admit(self, answer: Answer, extent: float) -> bool:
         self._expected.update(self._here(answer))

@@ -33,15 +33,16 @@ from wholebatch.denominators import (
 )
 from wholebatch.errors import LossError, SyncError
 from wholebatch.loss import Answer, Count, TermKey, read
-from wholebatch.options import Options, checked
 from wholebatch.memory import offloaded
+from wholebatch.options import Options, checked
 from wholebatch.precision import Gradients, device_of, leaves_of, nodes_of
+from wholebatch.ranks import ranks_of
 from wholebatch.recovery import Recovery, Redo
 from wholebatch.refusals import refuse_inexact
 from wholebatch.sizes import Auto, Size
 from wholebatch.state import State
 from wholebatch.sums import KNOWN, Sums, Tally, stated_sums
-from wholebatch.sync import Ranks, Status, ranks_of
+from wholebatch.sync import Ranks, Status, Travel
 from wholebatch.window import Piece, pieces_of
 
 LossFunction: TypeAlias = "Callable[[Any, Any], Any]"
@@ -165,10 +166,13 @@ def accumulate(
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is {type(model).__name__}; pass the torch.nn.Module whose gradient is wanted.")
     chosen = checked(options)
-    ranks = ranks_of(model)
+    ranks = ranks_of(model, chosen.get("sync", "last"))
     auto = micro_batch_size if isinstance(micro_batch_size, Auto) else None
     gradients = Gradients(
-        [*model.parameters(), *also], ranks.views, chosen.get("accumulate_in"), journal=auto is not None
+        [*model.parameters(), *also],
+        ranks.views,
+        chosen.get("accumulate_in") or ranks.accumulate_in,
+        journal=auto is not None,
     )
     with ranks:
         pieces = pieces_of(batch, micro_batch_size, whole=chosen.get("whole", ()), collate=chosen.get("collate"))
@@ -199,12 +203,15 @@ class _Run:
         self.ranks, self.gradients, self.options = ranks, gradients, options
         self.recovery = None if auto is None else Recovery(auto, model, gradients)
         self.device = device_of(model)
-        self.seeds = _Seeds(scaler, ranks.world)
+        self.seeds = _Seeds(scaler, ranks.divides)
         self.extent = sum(piece.size for piece in pieces)
         distributed = ranks.world > 1
-        self.apart = distributed and (auto is not None or options.get("accumulate_in") is not None)
-        self.single = len(pieces) < 2 and auto is None and not self.apart
+        self.travel = ranks.travel
+        if distributed and (auto is not None or options.get("accumulate_in") is not None):
+            self.travel = self._without_reducer(auto)
+        self.single = len(pieces) < 2 and auto is None and self.travel is Travel.LAST
         self.explored = self.single and not distributed
+        gradients.include(ranks.leaves())
 
     def pending(self) -> Pending:
         """Run the window in one pass if its terms allow, else know the denominators first."""
@@ -230,19 +237,19 @@ class _Run:
         waiting, micro_batches = self._run_pieces(tally, denominators)
         here = tally.sums()
         denominators.check(here)
-        agreement = self.ranks.agree(Status.READY, here, denominators.loose)
+        agreement = self.ranks.agree(Status.READY, here, float(denominators.loose))
         sums = agreement.sums
-        if agreement.recount or (self.ranks.world > 1 and agreement.loose and not uniform(sums, self.ranks.world)):
+        if agreement.recount or (self.ranks.world > 1 and agreement.number and not uniform(sums, self.ranks.world)):
             raise _Recount
         factor = denominators.settle(sums)
-        if self.ranks.world > 1:
+        if self.ranks.world > 1 and self.travel is not Travel.EVERY:
             self.gradients.scale(factor)
             factor = 1.0
         self.ranks.settle()
-        if self.apart and self.options.get("accumulate_in") is not None:
-            self.ranks.reduce(self.gradients)
-        else:
+        if self.travel is Travel.LAST:
             self._propagate(waiting, denominators, last=True)
+        else:
+            self.ranks.reduce(self.gradients)
         rows = sum(piece.rows for piece in self.pieces)
         result = Result(**sums.report(self.device), micro_batches=micro_batches, rows=rows)
         return Pending(result, self.gradients, factor, sums.items, tally.losses)
@@ -258,29 +265,49 @@ class _Run:
             ran = sum(self.recovery.run(piece, tally, whole_piece) for piece in self.pieces)
             self.recovery.rest()
             return None, ran
-        for piece in self.pieces:
-            self._propagate(waiting, denominators)
-            waiting = self._admitted(piece, tally, denominators)
-        if self.apart:
-            self._propagate(waiting, denominators)
-            waiting = None
+        for piece in self.ranks.rounds(self.pieces, self._returned):
+            if self.travel is Travel.LAST:
+                self._propagate(waiting, denominators)
+                waiting = self._admitted(piece, tally, denominators)
+            elif self.travel is Travel.APART:
+                self._propagate(self._admitted(piece, tally, denominators), denominators)
+            else:
+                self._propagate(self._met(piece, tally, denominators), denominators, last=True)
         return waiting, len(self.pieces)
 
     def _provisional(self) -> Provisional:
-        exact_last = self.single or (self.ranks.world > 1 and not self.apart)
+        exact_last = self.single or (self.ranks.world > 1 and self.travel is Travel.LAST)
         return Provisional(self.ranks.world, exact_last, loose=not self.single)
 
-    def _admitted(self, piece: Piece, tally: Tally, denominators: Denominators) -> Answer | None:
+    def _admitted(self, piece: Piece | None, tally: Tally, denominators: Denominators) -> Answer | None:
         answer = self._forward(piece, tally)
-        if answer is not None and not denominators.admit(answer, self.extent / max(piece.size, 1)):
+        if not self._admits(answer, piece, denominators):
             self.ranks.agree(Status.RECOUNT, Sums())
             raise _Recount
         return answer
 
-    def _forward(self, piece: Piece, tally: Tally) -> Answer | None:
+    def _met(self, piece: Piece | None, tally: Tally, denominators: Denominators) -> Answer | None:
+        """Run one forward in step with the other ranks, and divide by the same number as they."""
+        answer = self._forward(piece, tally)
+        status = Status.READY if self._admits(answer, piece, denominators) else Status.RECOUNT
+        agreement = self.ranks.agree(status, Sums(), denominators.guess)
+        if agreement.recount:
+            raise _Recount
+        denominators.adopt(agreement.number)
+        return answer
+
+    def _admits(self, answer: Answer | None, piece: Piece | None, denominators: Denominators) -> bool:
+        if answer is None or piece is None:
+            return True
+        return denominators.admit(answer, self.extent / max(piece.size, 1))
+
+    def _returned(self, piece: Piece) -> Any:
         with self.ranks.local(), offloaded(self.model, self.options.get("offload", False)):
-            returned = self.loss_fn(self.model, move(piece.load(), self.device))
-        answer = tally.add(read(returned, piece.rows))
+            return self.loss_fn(self.model, move(piece.load(), self.device))
+
+    def _forward(self, piece: Piece | None, tally: Tally) -> Answer | None:
+        answer = None if piece is None else tally.add(read(self._returned(piece), piece.rows))
+        self.ranks.attend()
         if answer is not None and not self.explored:
             self._explore(answer)
         return answer
@@ -288,13 +315,14 @@ class _Run:
     def _explore(self, answer: Answer) -> None:
         """Find leaves outside of the model that the window will add to, so that they are mended too."""
         self.explored = True
-        found = self.gradients.include(leaves_of(weighted for weighted, _ in _factors(answer).values()))
+        leaves = leaves_of(weighted for weighted, _ in _factors(answer).values())
+        found = self.gradients.include(leaf for leaf in leaves if not self.ranks.owns(leaf))
         foreign = [leaf for leaf in found if isinstance(leaf, nn.Parameter)]
         if foreign and self.ranks.world > 1:
             raise SyncError(
                 f"The loss reaches {len(foreign)} parameters outside of the wrapped model (first: shape "
-                f"{tuple(foreign[0].shape)}), whose gradients no rank would exchange. Make them part of the module that "
-                "DistributedDataParallel wraps."
+                f"{tuple(foreign[0].shape)}), whose gradients no rank would exchange. Make them part of the module "
+                "that DistributedDataParallel wraps or fully_shard shards."
             )
 
     def _propagate(self, answer: Answer | None, denominators: Denominators, last: bool = False) -> None:
@@ -309,7 +337,7 @@ class _Run:
                     seeds.append(self.seeds(weighted, factor, divisors[key]))
             self._refuse_constant(answer, outputs)
         if last and not outputs:
-            outputs, seeds = self.ranks.idle(self.gradients.parameters.values()), [None]
+            outputs, seeds = self.ranks.idle(), [None]
         if last:
             self.ranks.arm(outputs)
         if not outputs:
@@ -320,6 +348,14 @@ class _Run:
             self.gradients.torn |= any("CheckpointFunction" in node.name() for node in nodes_of(outputs))
             raise
 
+    def _without_reducer(self, auto: Auto | None) -> Travel:
+        if self.travel is Travel.EVERY and auto is not None:
+            raise SyncError(
+                'micro_batch_size=Auto(...) splits a piece on the rank where it failed, and sync="every" keeps all '
+                'ranks in step. Pass sync="last", or a fixed size.'
+            )
+        return self.travel if self.travel is Travel.EVERY else Travel.APART
+
     def _stated(self, items: Callable[[Any], Any]) -> Denominators:
         """Know the denominators from ``items=`` alone."""
         here = stated_sums(items(piece.load()) for piece in self.pieces)
@@ -329,11 +365,11 @@ class _Run:
         """Know the denominators from a forward pass over every piece, graphs dropped one by one."""
         tally = Tally()
 
-        def look(piece: Piece) -> None:
+        def look(piece: Piece | None) -> None:
             self._forward(piece, tally)
 
-        for piece in self.pieces:
-            if self.recovery is None:
+        for piece in self.ranks.rounds(self.pieces, self._returned):
+            if self.recovery is None or piece is None:
                 look(piece)
             else:
                 self.recovery.run(piece, tally, look)

@@ -1,35 +1,39 @@
-"""What the ranks of a window tell each other, and when gradients travel.
+"""What the ranks of a window tell each other.
 
-The forwards and backwards of a window are local to each rank. Before its last backward every rank joins one small
-agreement, which carries counts, losses and whether all is well; only then are gradients reduced, once. So ranks
-may bring different numbers of rows and micro-batches, and an error on one ends the step on all.
+Before gradients travel, every rank joins one small agreement, which carries counts, losses and whether all is well.
+So ranks may bring different numbers of rows and micro-batches, an error on one ends the step on all, and every rank
+knows the denominators of the whole batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from enum import IntEnum
+from enum import Enum, IntEnum
 from functools import reduce
 from operator import or_
 from types import TracebackType
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
+from torch import Tensor
 
 from wholebatch.errors import SyncError
-from wholebatch.precision import Gradients, device_of
+from wholebatch.precision import Gradients
 from wholebatch.sums import Schema, Sums
+from wholebatch.window import Piece
 
 CAPACITY = 48
 """How many numbers travel with the agreement; more of them take a second message."""
 
 BUCKET_BYTES = 25 * 2**20
 """How large a message of gradients or buffers gets."""
+
+TEXT_BYTES = 2048
+"""How much of an error the other ranks get to read."""
 
 
 class Status(IntEnum):
@@ -40,6 +44,14 @@ class Status(IntEnum):
     FAILED = 2
 
 
+class Travel(Enum):
+    """When gradients travel: with the last backward of a window, after it, or with every backward."""
+
+    LAST = "in the last backward, after the agreement"
+    APART = "after all backwards, outside of them"
+    EVERY = "in every backward, all ranks in step"
+
+
 @dataclass(frozen=True)
 class Agreement:
     """What all ranks know after the agreement.
@@ -47,172 +59,186 @@ class Agreement:
     Attributes:
         sums: totals and counts over all ranks.
         recount: whether some rank needs every denominator before its first backward.
-        loose: whether some rank has propagated shares with a number of its own.
+        number: the sum of the provisional numbers that ranks came with; 0 if none did.
+        pieces: how many pieces each rank said that it has.
     """
 
     sums: Sums
-    recount: bool
-    loose: bool
+    recount: bool = False
+    number: float = 0.0
+    pieces: Sequence[int] = ()
 
 
 class Ranks:
     """One process, which has nobody to agree with."""
 
     world = 1
+    divides = 1
+    """What the reduction of gradients divides their sum by."""
     views = False
+    travel = Travel.LAST
+    accumulate_in: torch.dtype | None = None
 
     def __enter__(self) -> Ranks:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         return None
 
     def local(self) -> AbstractContextManager[Any]:
-        """Run forwards and backwards without reducing gradients."""
+        """Run a forward without reducing gradients in its backward."""
         return nullcontext()
 
-    def agree(self, status: Status, sums: Sums, loose: bool = False) -> Agreement:
+    def agree(self, status: Status, sums: Sums, number: float = 0.0, pieces: int = 0) -> Agreement:
         """Add sums up over ranks and learn how the others are.
 
         Raises:
             SyncError: on all ranks, if one of them failed.
         """
-        return Agreement(sums, status is Status.RECOUNT, loose)
+        return Agreement(sums, status is Status.RECOUNT, number, [pieces])
 
     def settle(self) -> None:
         """Note that no agreement is outstanding: what follows can only succeed on all ranks."""
 
+    def rounds(self, pieces: Sequence[Piece], run: Callable[[Piece], Any]) -> Iterator[Piece | None]:
+        """Yield the pieces; where all ranks go in step, None for each round that this rank has no piece for.
+
+        Args:
+            run: runs the forward of a piece.
+        """
+        return iter(pieces)
+
+    def attend(self) -> None:
+        """Take part in the forward of this round if this rank has not done so yet."""
+
+    def leaves(self) -> list[Tensor]:
+        """List what backward passes add to in place of the model's own parameters."""
+        return []
+
+    def owns(self, leaf: Tensor) -> bool:
+        """Tell whether a leaf that is no parameter of the model stands for one."""
+        return False
+
     def arm(self, outputs: Sequence[Tensor]) -> None:
         """Make the backward from these outputs reduce all gradients."""
 
-    def idle(self, parameters: Iterable[Tensor]) -> list[Tensor]:
+    def idle(self) -> list[Tensor]:
         """Return what to run a backward from so as to reduce what has been summed, with nothing to add."""
         return []
 
     def reduce(self, gradients: Gradients) -> None:
-        """Average the windows' sums over ranks as they lie, in their own precision, outside of any backward."""
+        """Average the window's sums over ranks as they lie, in their own precision, outside of any backward."""
 
 
-class DataParallelRanks(Ranks):
-    """The ranks of a ``DistributedDataParallel`` model.
+class Peers(Ranks):
+    """The ranks of one or several process groups, all of which agree.
 
-    Forwards run inside ``no_sync``, so that none of them reduces or waits. The reducer is armed only after the
-    agreement, for the one backward that it shall serve; a rank with nothing left to run gives it a zero. The
-    three methods of the reducer used for this are those with which torch's own ``Join`` shadows a rank that has
-    run out of batches (torch/nn/parallel/distributed.py, 2.6 to 2.14).
+    Args:
+        groups: whose product they are: one group, or one for each dimension of a mesh.
+        device: where messages lie.
     """
 
-    def __init__(self, model: DistributedDataParallel) -> None:
-        if model.static_graph:
-            raise SyncError(
-                "DistributedDataParallel(static_graph=True) counts the uses of each parameter in its first backward, "
-                "which fails inside no_sync. Build it with static_graph=False."
-            )
-        self._model = model
-        self._group = model.process_group
+    def __init__(self, groups: Sequence[dist.ProcessGroup], device: torch.device) -> None:
+        self.groups, self.device = list(groups), device
+        self.world = self.divides = math.prod(dist.get_world_size(group) for group in groups)
+        self.rank = 0
+        for group in groups:
+            self.rank = self.rank * dist.get_world_size(group) + dist.get_rank(group)
         self._outstanding = False
         self._failure = ""
-        self.views = bool(model.gradient_as_bucket_view)
-        self.world = dist.get_world_size(self._group)
-        self.rank = dist.get_rank(self._group)
-        nccl = dist.get_backend(self._group) == "nccl"
-        self._device = device_of(model.module) if nccl else torch.device("cpu")
 
-    def __enter__(self) -> DataParallelRanks:
+    def __enter__(self) -> Ranks:
         self._outstanding = True
-        self._model.reducer._rebuild_buckets()
-        self._model.require_forward_param_sync = False
-        if self._model.broadcast_buffers:
-            _broadcast(self._model.module.buffers(), self._group)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if error is not None and self._outstanding:
             self._failure = f"{type(error).__name__}: {error}"
             self.agree(Status.FAILED, Sums())
 
-    def local(self) -> AbstractContextManager[Any]:
-        return cast("AbstractContextManager[Any]", self._model.no_sync())
-
     def settle(self) -> None:
         self._outstanding = False
 
-    def agree(self, status: Status, sums: Sums, loose: bool = False) -> Agreement:
-        world, numbers = self.world, sums.numbers(sums.schema)
+    def agree(self, status: Status, sums: Sums, number: float = 0.0, pieces: int = 0) -> Agreement:
+        numbers = sums.numbers(sums.schema)
         mark = float(hash_of(sums.schema))
-        message = torch.zeros(world + 3 + CAPACITY, dtype=torch.float64)
-        message[self.rank] = float(status)
-        message[world : world + 3] = torch.tensor([mark, mark * mark, float(loose)])
-        message[world + 3 :][: len(numbers)] = numbers[:CAPACITY]
-        message = self._sum(message)
-        statuses = [Status(int(status)) for status in message[:world].tolist()]
-        mark, square, loose_ranks = message[world : world + 3].tolist()
+        common = torch.tensor([mark, mark * mark, number], dtype=torch.float64)
+        own = torch.zeros(2, self.world, dtype=torch.float64)
+        own[:, self.rank] = torch.tensor([float(status), float(pieces)])
+        body = torch.zeros(CAPACITY, dtype=torch.float64)
+        body[: len(numbers)] = numbers[:CAPACITY]
+        message = self.total(torch.cat([common, own.flatten(), body]))
+        common, own, body = torch.split(message, [len(common), own.numel(), CAPACITY])
+        statuses = [Status(int(each)) for each in own[: self.world].tolist()]
+        marks, squares, number = common.tolist()
         if Status.FAILED in statuses:
-            return self._fail(statuses)
-        if Status.RECOUNT in statuses:
-            return Agreement(sums, recount=True, loose=bool(loose_ranks))
-        schema, numbers = sums.schema, message[world + 3 :][: sums.schema.size]
-        if world * square != mark * mark:
+            self._fail(statuses)
+            return Agreement(sums)
+        schema, alike = sums.schema, self.world * squares == marks * marks
+        if Status.RECOUNT not in statuses and not alike:
             schema = self._union(schema)
-        if schema.size > CAPACITY or schema != sums.schema or world * square != mark * mark:
-            numbers = self._sum(sums.numbers(schema))
-        return Agreement(Sums.of_numbers(schema, numbers), recount=False, loose=bool(loose_ranks))
+        if Status.RECOUNT not in statuses and (not alike or schema.size > CAPACITY):
+            body = self.total(sums.numbers(schema))
+        return Agreement(
+            Sums.of_numbers(schema, body[: schema.size]),
+            recount=Status.RECOUNT in statuses,
+            number=number,
+            pieces=[int(each) for each in own[self.world :].tolist()],
+        )
 
-    def arm(self, outputs: Sequence[Tensor]) -> None:
-        self._model.reducer.prepare_for_backward(list(outputs))
+    def total(self, numbers: Tensor) -> Tensor:
+        """Add numbers up over all ranks, on the host."""
+        moved = numbers.to(self.device)
+        for group in self.groups:
+            dist.all_reduce(moved, group=group)
+        return moved.cpu()
 
-    def idle(self, parameters: Iterable[Tensor]) -> list[Tensor]:
-        wanted = list(parameters)
-        if self._model.find_unused_parameters:
-            wanted = [p for p in wanted if p.grad is not None] or wanted[:1]
-        return [torch.stack([p.flatten()[:0].sum().to("cpu", torch.float64) for p in wanted]).sum()]
+    def average(self, tensors: Sequence[Tensor]) -> None:
+        """Average tensors over all ranks in place, many in one message."""
+        for bucket in buckets(tensors):
+            flat = torch.cat([tensor.flatten() for tensor in bucket]).div_(self.world)
+            for group in self.groups:
+                dist.all_reduce(flat, group=group)
+            write(flat, bucket)
 
-    def reduce(self, gradients: Gradients) -> None:
-        parameters = list(gradients.parameters.values())
+    def share(self, thing: Any) -> Any:
+        """Hand the one thing that is not None to all ranks."""
+        for group in self.groups:
+            things: list[Any] = [None] * dist.get_world_size(group)
+            dist.all_gather_object(things, thing, group=group)
+            thing = next((each for each in things if each is not None), None)
+        return thing
+
+    def complete(self, gradients: Gradients, parameters: Sequence[Tensor]) -> list[Tensor]:
+        """Give every parameter that has a sum on some rank one on this rank, of zeros; return those parameters."""
         sums = [gradients.take(p) for p in parameters]
-        present = self._sum(torch.tensor([float(s is not None) for s in sums])).tolist()
+        present = self.total(torch.tensor([float(s is not None) for s in sums])).tolist()
         for parameter, total, anywhere in zip(parameters, sums, present, strict=True):
             if anywhere and total is None:
                 gradients.put(parameter, torch.zeros_like(parameter))
-        for bucket in _buckets(gradients.held()):
-            flat = torch.cat([total.flatten() for total in bucket]).div_(self.world)
-            dist.all_reduce(flat, group=self._group)
-            _write(flat, bucket)
-
-    def _sum(self, numbers: Tensor) -> Tensor:
-        moved = numbers.to(self._device)
-        dist.all_reduce(moved, group=self._group)
-        return moved.cpu()
+        return [p for p, anywhere in zip(parameters, present, strict=True) if anywhere]
 
     def _union(self, schema: Schema) -> Schema:
-        schemas: list[Schema] = [schema] * self.world
-        dist.all_gather_object(schemas, schema, group=self._group)
-        return reduce(or_, schemas)
+        for group in self.groups:
+            schemas: list[Schema] = [schema] * dist.get_world_size(group)
+            dist.all_gather_object(schemas, schema, group=group)
+            schema = reduce(or_, schemas)
+        return schema
 
-    def _fail(self, statuses: list[Status]) -> Agreement:
+    def _fail(self, statuses: Sequence[Status]) -> None:
+        """Raise what the first rank that failed has to say, on all ranks that did not."""
         self._outstanding = False
         failed = statuses.index(Status.FAILED)
-        held = [self._failure]
-        dist.broadcast_object_list(held, dist.get_global_rank(self._group, failed), self._group, self._device)
+        text = self._failure.encode()[:TEXT_BYTES] if failed == self.rank else b""
+        letters = torch.zeros(TEXT_BYTES, dtype=torch.int32)
+        letters[: len(text)] = torch.tensor(list(text), dtype=torch.int32)
+        said = bytes(self.total(letters).tolist()).rstrip(b"\0").decode(errors="replace")
         if statuses[self.rank] is not Status.FAILED:
-            raise SyncError(f"Rank {failed} failed in this window, so no rank may step. It said: {held[0]}")
-        return Agreement(Sums(), recount=False, loose=False)
-
-
-def ranks_of(model: nn.Module) -> Ranks:
-    """Find out over which ranks a model's gradients are reduced.
-
-    Raises:
-        SyncError: for a wrapper that is not supported.
-    """
-    if isinstance(model, DistributedDataParallel):
-        return DataParallelRanks(model)
-    if isinstance(model, nn.DataParallel):
-        raise SyncError(
-            "torch.nn.DataParallel gathers losses from replicas inside one forward; use DistributedDataParallel, "
-            "one process a device, started by torchrun."
-        )
-    return Ranks()
+            raise SyncError(f"Rank {failed} failed in this window, so no rank may step. It said: {said}")
 
 
 def hash_of(schema: Schema) -> int:
@@ -223,14 +249,13 @@ def hash_of(schema: Schema) -> int:
     return value + 1
 
 
-def _broadcast(tensors: Iterable[Tensor], group: dist.ProcessGroup) -> None:
-    for bucket in _buckets([t.detach() for t in tensors]):
-        flat = torch.cat([t.flatten() for t in bucket])
-        dist.broadcast(flat, dist.get_global_rank(group, 0), group)
-        _write(flat, bucket)
+def message_device(group: dist.ProcessGroup, near: torch.device | None) -> torch.device:
+    """Say where a group's messages must lie: with the model if the group has no backend for the host."""
+    alone = dist.get_backend(group) == "nccl"
+    return near if alone and near is not None else torch.device("cpu")
 
 
-def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+def buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
     """Group tensors of one dtype and device into messages of a bounded size."""
     groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for tensor in tensors:
@@ -242,9 +267,7 @@ def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     yield from groups.values()
 
 
-def _write(flat: Tensor, tensors: Sequence[Tensor]) -> None:
+def write(flat: Tensor, tensors: Sequence[Tensor]) -> None:
     """Copy a message back into the tensors that it was made of."""
-    start = 0
-    for tensor in tensors:
-        tensor.copy_(flat[start : start + tensor.numel()].view_as(tensor))
-        start += tensor.numel()
+    for tensor, part in zip(tensors, torch.split(flat, [tensor.numel() for tensor in tensors]), strict=True):
+        tensor.copy_(part.view_as(tensor))

@@ -1,0 +1,57 @@
+"""Over which ranks, and in which way, the gradients of a model travel."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from wholebatch.errors import SyncError
+from wholebatch.replicated import DataParallelRanks
+from wholebatch.sync import Ranks
+
+OLDEST_FOR_SHARDS = (2, 8)
+"""The first torch whose FSDP2 gives exact sums with every backend."""
+
+
+def ranks_of(model: nn.Module, sync: Literal["last", "every"] = "last") -> Ranks:
+    """Find out over which ranks a model's gradients are reduced.
+
+    Args:
+        model: plain, wrapped in ``DistributedDataParallel``, or sharded by ``fully_shard``.
+        sync: when gradients travel: once a window, or with each micro-batch.
+
+    Raises:
+        SyncError: for a wrapper that is not supported.
+    """
+    if isinstance(model, DistributedDataParallel):
+        return DataParallelRanks(model, every=sync == "every")
+    wrappers = {type(module).__name__ for module in model.modules()}
+    if "FullyShardedDataParallel" in wrappers:
+        raise SyncError(
+            "FullyShardedDataParallel keeps its parameters in flat pieces of its own. Shard the model with "
+            "torch.distributed.fsdp.fully_shard, its successor."
+        )
+    if "DataParallel" in wrappers:
+        raise SyncError(
+            "torch.nn.DataParallel gathers losses from replicas inside one forward; use DistributedDataParallel, "
+            "one process a device, started by torchrun."
+        )
+    if any(hasattr(module, "set_requires_gradient_sync") for module in model.modules()):
+        return _sharded(model, sync)
+    return Ranks()
+
+
+def _sharded(model: nn.Module, sync: str) -> Ranks:
+    version = tuple(int(part) for part in torch.__version__.split(".")[:2])
+    if version < OLDEST_FOR_SHARDS:
+        oldest = ".".join(map(str, OLDEST_FOR_SHARDS))
+        raise SyncError(
+            f"A model sharded by fully_shard needs torch {oldest} or newer for exact sums; this is "
+            f"{torch.__version__}. Update torch, or wrap the model in DistributedDataParallel."
+        )
+    from wholebatch.sharded import LockstepShards, WholeShards  # loads torch's FSDP, which few models need
+
+    return LockstepShards(model) if sync == "every" else WholeShards(model)

@@ -1,0 +1,283 @@
+"""Every rank holds a shard of each parameter: FSDP2, ``torch.distributed.fsdp.fully_shard``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.utils.hooks import RemovableHandle
+
+from wholebatch.batch import Nest, move
+from wholebatch.errors import SyncError
+from wholebatch.precision import Gradients, device_of, is_half
+from wholebatch.state import State
+from wholebatch.sums import Sums
+from wholebatch.sync import Peers, Ranks, Status, Travel, buckets, message_device
+from wholebatch.window import Piece
+
+SETTINGS = (
+    "reduce_grads",
+    "all_reduce_grads",
+    "reshard_after_backward",
+    "post_forward_mesh_info",
+    "gradient_divide_factor",
+    "force_sum_reduction_for_comms",
+    "reduce_scatter_unused_params",
+)
+"""What ``FSDPModule.set_...`` writes into a parameter group and no public name reads (torch 2.8 to 2.14)."""
+
+
+class ShardedRanks(Peers):
+    """The ranks of a model under ``fully_shard``; its own settings are borrowed for the window and given back."""
+
+    def __init__(self, model: nn.Module) -> None:
+        shards = [p for p in model.parameters() if isinstance(p, DTensor)]
+        mesh = _mesh_of(shards)
+        groups = [mesh.get_group(dimension) for dimension in range(mesh.ndim)]
+        super().__init__(groups, message_device(groups[0], device_of(model)))
+        self._model = model
+        self._modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        self._settings: list[tuple[Any, str, Any]] = []
+
+    def __enter__(self) -> Ranks:
+        super().__enter__()
+        for module in self._roots():
+            module._get_fsdp_state()._lazy_init()  # else the first forward would change settings after us
+        for group in self._parameter_groups():
+            self._settings += [(group, name, getattr(group, name)) for name in SETTINGS if hasattr(group, name)]
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: Any) -> None:
+        try:
+            super().__exit__(kind, *rest)
+        finally:
+            for module in self._modules:
+                module.reshard()
+            for group, name, value in self._settings:
+                setattr(group, name, value)
+            if kind is not None:
+                self._forget_iteration()
+
+    def reduce(self, gradients: Gradients) -> None:
+        """Average what FSDP does not manage: parameters of the model that are not sharded."""
+        plain = [p for p in self._model.parameters() if p.requires_grad and not isinstance(p, DTensor)]
+        if plain:
+            self.average(gradients.held(self.complete(gradients, plain)))
+
+    def _roots(self) -> list[FSDPModule]:
+        inner = {id(part) for module in self._modules for part in module.modules() if part is not module}
+        return [module for module in self._modules if id(module) not in inner]
+
+    def _parameter_groups(self) -> list[Any]:
+        states = [module._get_fsdp_state() for module in self._modules]
+        several = [getattr(s, "_fsdp_param_groups", None) or [getattr(s, "_fsdp_param_group", None)] for s in states]
+        return [group for groups in several for group in groups if group is not None]
+
+    def _forget_iteration(self) -> None:
+        """Bring FSDP back from a forward or backward that was broken off."""
+        for module in self._roots():
+            if hasattr(module, "reset_iter_state"):
+                module.reset_iter_state()
+                continue
+            context = module._get_fsdp_state()._state_ctx
+            context.iter_forward_root, context.post_backward_final_callback_queued = None, False
+            for state in context.all_states:
+                state._training_state = type(state._training_state).IDLE
+        for group in self._parameter_groups():
+            group._training_state = type(group._training_state).IDLE
+
+
+class WholeShards(ShardedRanks):
+    """Gather all parameters once, run every piece without communication, and scatter the summed gradient once.
+
+    The pieces of a window then run as in one process: any number of them on any rank, also none. Holds the whole
+    parameters and their whole gradient on every rank for the length of the window.
+    """
+
+    travel = Travel.APART
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self._pairs: list[tuple[DTensor, Tensor]] = []
+        self.accumulate_in = self._reduced_in()
+
+    def __enter__(self) -> Ranks:
+        super().__enter__()
+        shards = dict(self._model.named_parameters())
+        for module in self._modules:
+            module.set_requires_gradient_sync(False, recurse=False)
+            module.set_reshard_after_backward(False, recurse=False)
+            module.set_reshard_after_forward(False, recurse=False)
+            module.unshard()
+        wholes = dict(self._model.named_parameters())
+        self._pairs = [
+            (shard, wholes[name])
+            for name, shard in shards.items()
+            if isinstance(shard, DTensor) and shard.requires_grad
+        ]
+        return self
+
+    def leaves(self) -> list[Tensor]:
+        return [whole for _, whole in self._pairs]
+
+    def reduce(self, gradients: Gradients) -> None:
+        super().reduce(gradients)
+        shards = {id(whole): shard for shard, whole in self._pairs}
+        present = self.complete(gradients, self.leaves())
+        owner = {id(total): shards[id(p)] for p in present for total in gradients.held([p])}
+        totals = gradients.held(present)
+        gradients.drop(keep=lambda parameter: id(parameter) not in shards)
+        for bucket in buckets(totals):
+            for shard, part in self._scattered([(owner[id(total)], total) for total in bucket]):
+                gradients.put(shard, part)
+
+    def _scattered(self, pairs: Sequence[tuple[DTensor, Tensor]]) -> Iterator[tuple[DTensor, DTensor]]:
+        """Sum whole gradients over ranks in one message, and yield this rank's shard of each."""
+        mesh, placements = pairs[0][0].device_mesh, pairs[0][0].placements
+        dimension = next(i for i, placement in enumerate(placements) if isinstance(placement, Shard))
+        parts = mesh.size(dimension)
+        packed = torch.cat([_in_parts(total, _cut_of(shard), parts) for shard, total in pairs], dim=1)
+        mine = packed.new_empty(packed.shape[1])
+        dist.reduce_scatter_tensor(mine, packed.flatten().div_(self.world), group=mesh.get_group(dimension))
+        for other in range(mesh.ndim):
+            if other != dimension:
+                dist.all_reduce(mine, group=mesh.get_group(other))
+        lengths = [_in_parts(total, _cut_of(shard), parts).shape[1] for shard, total in pairs]
+        for (shard, _), part in zip(pairs, torch.split(mine, lengths), strict=True):
+            yield shard, _as_shard(part, shard)
+
+    def _reduced_in(self) -> torch.dtype | None:
+        """The precision that the policy reduces gradients in, where it is wider than that of the computation."""
+        policies = {group.mp_policy for group in self._parameter_groups()}
+        for policy in policies:
+            narrow = policy.reduce_dtype is not None and torch.empty(0, dtype=policy.reduce_dtype)
+            if isinstance(narrow, Tensor) and is_half(narrow) and policy.param_dtype is not policy.reduce_dtype:
+                raise SyncError(
+                    f"MixedPrecisionPolicy(param_dtype={policy.param_dtype}, reduce_dtype={policy.reduce_dtype}) "
+                    'rounds sums to fewer bits than they are made in, which sync="last" would do at each micro-batch. '
+                    'Leave reduce_dtype out, or pass sync="every".'
+                )
+        wide = {policy.reduce_dtype for policy in policies if policy.reduce_dtype is not policy.param_dtype}
+        return next(iter(wide - {None}), None)
+
+
+class LockstepShards(ShardedRanks):
+    """Let FSDP gather and scatter within each piece, all ranks in step: no rank ever holds more than shards.
+
+    Every forward and backward is then a collective. Ranks with fewer pieces run one row again, or one that another
+    rank lends them, whose result weighs nothing; buffers and random state are then as if they had not.
+    """
+
+    travel = Travel.EVERY
+    divides = 1
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self.divides = 1  # summation works with every backend; gloo before torch 2.14 ignores a divisor in silence
+        self._run: Callable[[Piece], Any] = lambda piece: None
+        self._spare: Piece | None = None
+        self._outputs: list[Tensor] = []
+        self._whole: set[int] = set()
+        self._hooks: list[RemovableHandle] = []
+
+    def __enter__(self) -> Ranks:
+        super().__enter__()
+        for module in self._modules:
+            module.set_requires_gradient_sync(True, recurse=False)
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+            if hasattr(module, "set_reduce_scatter_unused_params"):
+                module.set_reduce_scatter_unused_params(True)
+            self._hooks.append(module.register_forward_pre_hook(self._note_parameters))
+        self._hooks.append(self._model.register_forward_hook(self._note_outputs))
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        super().__exit__(*error)
+
+    def rounds(self, pieces: Sequence[Piece], run: Callable[[Piece], Any]) -> Iterator[Piece | None]:
+        counts = self.agree(Status.READY, Sums(), pieces=len(pieces)).pieces
+        self._run, self._spare = run, self._one_row(pieces, counts)
+        for piece in [*pieces, *[None] * (max(counts) - len(pieces))]:
+            self._outputs = []
+            yield piece
+
+    def attend(self) -> None:
+        if self._outputs or self._spare is None:
+            return
+        state = State(self._model)
+        self._run(self._spare)
+        state.restore()
+        if not self._outputs:
+            raise SyncError(
+                'Under sync="every" each forward of a sharded model is a collective of all ranks, and on this one the '
+                "loss function returned without calling the model. Call it for every micro-batch and return None "
+                'after that, or pass sync="last".'
+            )
+
+    def owns(self, leaf: Tensor) -> bool:
+        return id(leaf) in self._whole
+
+    def idle(self) -> list[Tensor]:
+        return [torch.stack([output.flatten()[:0].sum().float() for output in self._outputs]).sum()]
+
+    def _one_row(self, pieces: Sequence[Piece], counts: Sequence[int]) -> Piece | None:
+        """Find a row to run in rounds without a piece: an own one, or that of the first rank that has some."""
+        spare = pieces[0] if pieces else None
+        while spare is not None and (halves := spare.halves()):
+            spare = halves[0]
+        if min(counts) == 0 and max(counts) > 0:
+            lends = self.rank == next(rank for rank, count in enumerate(counts) if count)
+            lent = self.share(move(spare.load(), torch.device("cpu")) if lends and spare is not None else None)
+            spare = spare or Piece(lambda index: lent, range(1))
+        return spare
+
+    def _note_parameters(self, module: nn.Module, inputs: Any) -> None:
+        self._whole.update(id(p) for p in module.parameters())
+
+    def _note_outputs(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        tensors = (leaf.value for leaf in Nest((output,)).leaves)
+        self._outputs += [t for t in tensors if isinstance(t, Tensor) and t.requires_grad]
+
+
+def _mesh_of(shards: Sequence[DTensor]) -> Any:
+    """Find the one mesh of all shards: one dimension of shards, and perhaps one of replicas."""
+    meshes = {shard.device_mesh for shard in shards}
+    kinds = {tuple(type(placement) for placement in shard.placements) for shard in shards}
+    if len(meshes) == 1 and kinds <= {(Shard,), (Replicate, Shard)}:
+        return meshes.pop()
+    raise SyncError(
+        f"Parameters lie on {len(meshes)} device meshes with placements {sorted(map(str, kinds))}. Exact windows need "
+        "one mesh: fully_shard(model) over one dimension, or over two (replicate, shard)."
+    )
+
+
+def _cut_of(shard: DTensor) -> int:
+    """The dimension along which a parameter is cut."""
+    return next(placement.dim for placement in shard.placements if isinstance(placement, Shard))
+
+
+def _in_parts(whole: Tensor, dimension: int, parts: int) -> Tensor:
+    """Lay a tensor out as (parts, numbers): one line for each rank, as ``torch.chunk`` cuts, filled up with zeros."""
+    first = whole.movedim(dimension, 0)
+    rows = -(-len(first) // parts)
+    if len(first) < rows * parts:
+        first = torch.cat([first, first.new_zeros(rows * parts - len(first), *first.shape[1:])])
+    return first.reshape(parts, -1)
+
+
+def _as_shard(line: Tensor, shard: DTensor) -> DTensor:
+    """Read one rank's line back as its shard of a parameter."""
+    local, dimension = shard.to_local(), _cut_of(shard)
+    moved = local.movedim(dimension, 0).shape
+    part = line[: local.numel()].view(moved).movedim(0, dimension).contiguous().to(local.device)
+    return DTensor.from_local(
+        part, shard.device_mesh, shard.placements, run_check=False, shape=shard.shape, stride=shard.stride()
+    )
