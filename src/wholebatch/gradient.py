@@ -35,7 +35,7 @@ from wholebatch.errors import LossError, SyncError
 from wholebatch.loss import Answer, Count, TermKey, read
 from wholebatch.memory import offloaded
 from wholebatch.options import Options, checked
-from wholebatch.precision import Gradients, device_of, leaves_of, nodes_of
+from wholebatch.precision import Gradients, device_of, leaves_of, nodes_of, precise
 from wholebatch.ranks import ranks_of
 from wholebatch.recovery import Recovery, Redo
 from wholebatch.refusals import refuse_inexact
@@ -401,7 +401,8 @@ class _Seeds:
     def __call__(self, output: Tensor, weight: float, divisor: Count) -> Tensor:
         place = (output.device, output.dtype)
         if isinstance(divisor, Tensor):
-            ratio = torch.where(divisor != 0, weight * self._world / divisor, 0.0).to(output.device)
+            exact = divisor.to(output.device, precise(output.device))
+            ratio = torch.where(exact != 0, weight * self._world / exact, 0.0)
             return (self._unit(output) * ratio).to(output.dtype)
         number = weight * self._world / divisor if divisor else 0.0
         seed = self._made.get((*place, number))

@@ -51,6 +51,7 @@ class Gradients:
         self._views, self._dtype, self._journal = views, accumulate_in, journal
         self._aside: dict[int, Tensor] = {}
         self._wide: dict[int, Tensor] = {}
+        self._homes: dict[int, Tensor] = {}
         self._hooks: list[RemovableHandle] = []
 
     def __enter__(self) -> Gradients:
@@ -118,16 +119,18 @@ class Gradients:
                 self.put(parameter, before if total is None else total.add_(before))
             else:
                 parameter.grad = before if total is None else before.add_(total)
-        self._aside = {key: before for key, before in self._aside.items() if key in self._wide}
+        self._homes |= {key: before for key, before in self._aside.items() if key in self._wide}
+        self._aside.clear()
 
     @torch.no_grad()
     def round(self) -> None:
         """Bring the sums of parameters of few bits into ``.grad``, rounded once."""
         for key, total in self._wide.items():
             parameter = self.parameters[key]
-            before = self._aside.pop(key, None)
-            parameter.grad = total.to(parameter.dtype) if before is None else before.copy_(total)
+            home = self._homes.get(key)
+            parameter.grad = total.to(parameter.dtype) if home is None else home.copy_(total)
         self._wide.clear()
+        self._homes.clear()
 
     def drop(self, keep: Callable[[Tensor], bool] = lambda parameter: False) -> None:
         """Take back what the window added and let go of its parameters, except those that ``keep`` names."""

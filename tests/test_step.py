@@ -1,0 +1,128 @@
+"""What a step refuses, remembers, and does at the boundary besides the gradient."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import wholebatch as wb
+
+ROWS = torch.randn(10, 3, generator=torch.Generator().manual_seed(1))
+
+
+def loss(model: nn.Module, rows: Tensor) -> Tensor:
+    out: Tensor = model(rows).square()
+    return out
+
+
+def build(**arguments: Any) -> tuple[nn.Module, wb.Step]:
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2)
+    optimizer = arguments.pop("optimizer", None) or torch.optim.SGD(model.parameters(), lr=0.1)
+    return model, wb.Step(model, optimizer, loss, **{"micro_batch_size": 4} | arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        ({"optimizer": torch.optim.LBFGS([nn.Parameter(torch.ones(1))])}, TypeError, "closure"),
+        ({"optimizer": "sgd"}, TypeError, "optimizer is str"),
+        ({"max_grad_norm": 0.0}, ValueError, "positive"),
+        ({"max_grad_norm": float("nan")}, ValueError, "positive"),
+        ({"on_nonfinite": "ignore"}, ValueError, '"raise" or "skip"'),
+        ({"after_step": [lambda model: None]}, TypeError, "without arguments"),
+        ({"colate": list}, TypeError, "Did you mean 'collate'"),
+    ],
+)
+def test_a_wrong_argument_is_refused_when_the_step_is_built(
+    arguments: dict[str, Any], error: type[Exception], words: str
+) -> None:
+    with pytest.raises(error, match=words):
+        build(**arguments)
+
+
+def test_a_scheduler_that_waits_for_a_metric_is_refused() -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+    with pytest.raises(TypeError, match="call it yourself"):
+        build(optimizer=optimizer, scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer))
+
+
+def test_several_schedulers_step_together_and_the_rate_reported_is_the_one_used() -> None:
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    schedulers = [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5) for _ in range(2)]
+    step = wb.Step(model, optimizer, loss, micro_batch_size=4, scheduler=schedulers)
+    assert [step(ROWS).lrs for _ in range(3)] == [[1.0], [0.25], [0.0625]]
+
+
+def test_counters_and_the_size_found_are_part_of_the_state() -> None:
+    auto = wb.Auto(8)
+    _, step = build(micro_batch_size=auto)
+    auto.shrink()
+    step(ROWS)
+    step(ROWS)
+    _, other = build(micro_batch_size=wb.Auto(8))
+    other.load_state_dict(step.state_dict())
+    assert (other.windows, other.steps, other.rows) == (2, 2, 20)
+    assert other.micro_batch_size.size == auto.size == 4  # type: ignore[union-attr]
+
+
+def test_a_state_can_be_saved_without_code(tmp_path: Any) -> None:
+    _, step = build(scaler=torch.amp.GradScaler("cpu"), micro_batch_size=wb.Auto(8))
+    step(ROWS)
+    torch.save(step.state_dict(), tmp_path / "step.pt")
+    assert torch.load(tmp_path / "step.pt", weights_only=True) == step.state_dict()
+
+
+def test_a_foreign_state_is_refused() -> None:
+    _, step = build()
+    with pytest.raises(ValueError, match="layout 7"):
+        step.load_state_dict({"version": 7})
+    _, scaled = build(scaler=torch.amp.GradScaler("cpu"))
+    with pytest.raises(ValueError, match="saved with no scaler and this step has a scaler"):
+        scaled.load_state_dict(step.state_dict())
+
+
+def test_a_scaler_that_is_switched_off_is_none() -> None:
+    model, step = build(scaler=torch.amp.GradScaler("cpu", enabled=False))
+    twin, plain = build()
+    step(ROWS)
+    plain(ROWS)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
+
+
+def test_gradients_are_none_after_a_step_and_after_none() -> None:
+    model, step = build()
+    step(ROWS)
+    assert all(p.grad is None for p in model.parameters())
+    step(ROWS[:0])
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_a_parameter_of_the_optimizer_outside_of_the_model_is_stepped_too() -> None:
+    torch.manual_seed(0)
+    model, scale = nn.Linear(3, 2).double(), nn.Parameter(torch.tensor(2.0, dtype=torch.float64))
+    optimizer = torch.optim.SGD([*model.parameters(), scale], lr=0.1)
+    rows = ROWS.double()
+    expected = 2.0 - 0.1 * float(model(rows).square().mean().detach())
+    wb.Step(model, optimizer, lambda model, rows: model(rows).square() * scale, micro_batch_size=3)(rows)
+    assert scale.item() == pytest.approx(expected, rel=1e-12)
+
+
+def test_the_sum_in_float32_is_what_the_norm_and_the_clip_see() -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2).bfloat16()
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, 0.5)
+    before = model.weight.detach().float().clone()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    options = {"accumulate_in": torch.float32}
+    step = wb.Step(model, optimizer, loss, micro_batch_size=1, max_grad_norm=1e-2, **options)  # type: ignore[arg-type]
+    result = step(ROWS.bfloat16())
+    moved = torch.linalg.vector_norm(model.weight.detach().float() - before)
+    assert result.grad_norm > 1.0
+    assert model.weight.dtype is torch.bfloat16
+    assert float(moved) < 2e-2
