@@ -46,7 +46,7 @@ def test_the_overhead_is_measured_for_three_models(tmp_path: Path) -> None:
     bench("overhead", "--seconds", "0.2", "--out", str(tmp_path))
     rows = rows_of(tmp_path, "overhead")
     assert len(rows) == 3
-    assert all(0.2 < row["ratio"]["low"] <= row["ratio"]["median"] <= row["ratio"]["high"] < 5 for row in rows)
+    assert all(0.2 < row["cpu_ratio"]["median"] < 5 for row in rows)  # a few steps only: the order of magnitude
 
 
 def test_the_ways_to_run_uneven_rows_train_the_same_parameters(tmp_path: Path) -> None:
