@@ -34,12 +34,14 @@ from wholebatch.denominators import (
 from wholebatch.errors import LossError, SyncError
 from wholebatch.loss import Answer, Count, TermKey, read
 from wholebatch.memory import offloaded
+from wholebatch.norms import pooled
 from wholebatch.options import Options, checked
 from wholebatch.precision import Gradients, device_of, leaves_of, nodes_of, precise
 from wholebatch.ranks import ranks_of
 from wholebatch.recovery import Recovery, Redo
 from wholebatch.refusals import refuse_inexact
 from wholebatch.sizes import Auto, Size
+from wholebatch.staged import window_for
 from wholebatch.state import State
 from wholebatch.sums import KNOWN, Sums, Tally, stated_sums
 from wholebatch.sync import Ranks, Status, Travel
@@ -207,7 +209,10 @@ class _Run:
         self.extent = sum(piece.size for piece in pieces)
         distributed = ranks.world > 1
         self.travel = ranks.travel
-        if distributed and (auto is not None or options.get("accumulate_in") is not None):
+        self.whole = window_for(model, loss_fn, pieces, options, ranks)
+        if self.whole is not None:
+            self.travel = Travel.APART
+        elif distributed and (auto is not None or options.get("accumulate_in") is not None):
             self.travel = self._without_reducer(auto)
         self.single = len(pieces) < 2 and auto is None and self.travel is Travel.LAST
         self.explored = self.single and not distributed
@@ -216,8 +221,14 @@ class _Run:
     def pending(self) -> Pending:
         """Run the window in one pass if its terms allow, else know the denominators first."""
         items = self.options.get("items")
+        if self.whole is not None:
+            self.whole.forward(self.pieces)
         state = None if self.explored else State(self.model)
         known = None if items is None else self._stated(items)
+        if known is None and self.whole is not None and self.ranks.world > 1:
+            known = self._counted()  # gradients of shared statistics add up only if divided by the same numbers
+            assert state is not None  # with ranks there is always one
+            state.restore()
         while True:
             try:
                 return self._attempt(known or self._provisional())
@@ -230,11 +241,16 @@ class _Run:
                 known = self._counted()
             self.gradients.restart()
             state.restore()
+            if self.whole is not None:
+                self.whole.restart()
 
     def _attempt(self, denominators: Denominators) -> Pending:
         """Run every piece, agree with all ranks before gradients travel, and leave one factor to be applied."""
         tally = Tally()
-        waiting, micro_batches = self._run_pieces(tally, denominators)
+        with pooled(self.model, self.options.get("batch_norm") == "pooled"):
+            waiting, micro_batches = self._run_pieces(tally, denominators)
+        if self.whole is not None:
+            self.whole.backward()
         here = tally.sums()
         denominators.check(here)
         agreement = self.ranks.agree(Status.READY, here, float(denominators.loose))
@@ -250,6 +266,8 @@ class _Run:
             self._propagate(waiting, denominators, last=True)
         else:
             self.ranks.reduce(self.gradients)
+        if self.whole is not None:
+            self.whole.commit()
         rows = sum(piece.rows for piece in self.pieces)
         result = Result(**sums.report(self.device), micro_batches=micro_batches, rows=rows)
         return Pending(result, self.gradients, factor, sums.items, tally.losses)
@@ -302,6 +320,8 @@ class _Run:
         return denominators.admit(answer, self.extent / max(piece.size, 1))
 
     def _returned(self, piece: Piece) -> Any:
+        if self.whole is not None:
+            return self.whole.loss(piece)
         with self.ranks.local(), offloaded(self.model, self.options.get("offload", False)):
             return self.loss_fn(self.model, move(piece.load(), self.device))
 

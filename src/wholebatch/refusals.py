@@ -45,7 +45,10 @@ def _refuse_batch_norm(model: nn.Module, pieces: Sequence[Piece]) -> None:
     raise InexactError(
         f"{len(layers)} BatchNorm layer{'s' * (len(layers) > 1)} using batch statistics (first: {next(iter(layers))!r}) "
         f"would normalise each micro-batch of {max(rows)} alone, not the batch of {sum(rows)}. Choose "
-        'batch_norm="micro" to go on as usual, or put the layers into eval mode.'
+        'batch_norm="exact" (statistics of the whole batch), "pooled" (running statistics alone) or "micro" (as usual), or '
+        "put the layers into eval mode. Where one layer of the whole batch fits into memory, one piece with offload=True "
+        "is exact too, and faster than pieces."
+
     )
 
 

@@ -12,13 +12,15 @@ The methods of :class:`Engine` in their order are the algorithm:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from wholebatch.errors import InexactError
 from wholebatch.staged.call import Call
@@ -30,25 +32,28 @@ from wholebatch.staged.shelf import Shelf
 
 @dataclass
 class Meeting:
-    """An operation with the statistic of the whole batch: a stage calls ``apply``."""
+    """An operation with the statistic of the whole batch, and what all pieces have said about it."""
 
     operation: Operation
     statistic: Statistic
+    gradient: list[Tensor | None]
 
-    @classmethod
-    def over(cls, operation: Operation, statistic: Statistic) -> Meeting:
-        """Make the statistic a leaf, at which the gradients of all pieces add up."""
-        leaves = [s.detach().requires_grad_(s.is_floating_point()) if isinstance(s, Tensor) else s for s in statistic]
-        return cls(operation, type(statistic)(*leaves) if hasattr(statistic, "_fields") else tuple(leaves))
+    def hear(self, place: int, gradient: Tensor) -> None:
+        """Add up what a piece says."""
+        held = self.gradient[place]
+        self.gradient[place] = gradient if held is None else held + gradient
+
+
+@dataclass
+class _Heard:
+    """A meeting as one run of a stage sees it: the gradient of its statistic is listened for."""
+
+    operation: Operation
+    statistic: Sequence[Any]
 
     def apply(self, x: Tensor, *operands: Any) -> Tensor:
-        """Compute the piece's result."""
-        return self.operation.apply(x, self.statistic, *operands)
-
-    @property
-    def gradient(self) -> list[Tensor | None]:
-        """What the pieces have said about the statistic so far."""
-        return [s.grad if isinstance(s, Tensor) else None for s in self.statistic]
+        """Compute the piece's result; called by the stage."""
+        return self.operation.apply(x, tuple(self.statistic), *operands)
 
 
 @dataclass
@@ -61,6 +66,21 @@ class Piece:
     gradients: dict[str, Any] = field(default_factory=dict)
     draws: dict[int, list[tuple[torch.device, Tensor]]] = field(default_factory=dict)
     written: tuple[Any, ...] = ()
+
+
+class _Listener(torch.autograd.Function):
+    """A tensor without history whose gradient is heard; not a leaf, so that nobody takes it for a parameter."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, value: Tensor, hear: Callable[[Tensor], None]) -> Tensor:
+        ctx.hear = hear
+        return value.detach()
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None]:
+        ctx.hear(gradient)
+        return None, None, None
 
 
 class Engine:
@@ -77,15 +97,16 @@ class Engine:
         self.shelf, self.ranks = shelf or Shelf(), ranks or Alone()
         self.pieces: list[Piece] = []
         self.meetings: list[Meeting] = []
+        self.anchor = torch.zeros((), requires_grad=True)
 
     def forward(self, pieces: Sequence[tuple[Program, Call]]) -> None:
         """Bring all pieces as far as their last stage."""
         self.pieces = [Piece(program, call, self._shelved(program.arguments(call.leaves))) for program, call in pieces]
         couplings = self.pieces[0].program.signature if self.pieces else ()
         for index, coupling in enumerate(self.ranks.couplings(couplings)):
-            parts = [self._advance(piece, index, coupling.operation) for piece in self.pieces]
+            parts = self._all(lambda piece: self._advance(piece, index, coupling.operation))
             statistic = self.ranks.merge(coupling.operation, parts)
-            self.meetings.append(Meeting.over(coupling.operation, statistic))
+            self.meetings.append(Meeting(coupling.operation, statistic, [None] * len(statistic)))
 
     def output(self, index: int) -> Any:
         """Run the last stage of a piece, in the caller's grad mode, and return the model's answer."""
@@ -96,24 +117,19 @@ class Engine:
         piece.written = tuple(value.detach() for value in results[piece.program.results :])
         return piece.program.answer(results[: piece.program.results])
 
+    def restart(self) -> None:
+        """Forget the gradients that have come back to the last stage's inputs."""
+        for piece in self.pieces:
+            piece.gradients.clear()
+        for meeting in self.meetings:
+            meeting.gradient = [None] * len(meeting.statistic)
+
     def backward(self) -> None:
         """Bring the gradients from the last stage's inputs back to all parameters."""
         for index in reversed(range(len(self.meetings))):
             meeting = self.meetings[index]
             gradient = self.ranks.sum(meeting.gradient)
-            for piece in self.pieces:
-                self._meet(piece, index, meeting, gradient)
-                self._retreat(piece, index)
-
-    def scale(self, factor: float | Tensor) -> None:
-        """Multiply all gradients that are still on their way."""
-        for piece in self.pieces:
-            for name, gradient in piece.gradients.items():
-                piece.gradients[name] = self.shelf.put(self.shelf.take(gradient) * factor)
-        for meeting in self.meetings:
-            for gradient in meeting.gradient:
-                if gradient is not None:
-                    gradient.mul_(factor)
+            self._all(lambda piece: self._return(piece, index, meeting, gradient))
 
     @torch.no_grad()
     def commit(self) -> None:
@@ -125,13 +141,16 @@ class Engine:
         buffers = dict(self.model.named_buffers()) | dict(self.model.named_parameters())
         for meeting in self.meetings:
             meeting.operation.commit(meeting.statistic, buffers)
-        for name, values in self._written().items():
-            if any(not torch.equal(value, values[0]) for value in values[1:]):
+        written = self._written()
+        shared = self.ranks.written({name: values[0] for name, values in written.items()})
+        for name, value in shared.items():
+            values = written.get(name, [value])
+            if any(not torch.equal(other, value) for other in values[1:]):
                 raise InexactError(
                     f"Buffer {name!r} is updated from the rows of each micro-batch (after {len(values)} of them its "
                     "values differ), and what the whole batch would have made of it is not known."
                 )
-            buffers[name].copy_(values[0])
+            buffers[name].copy_(value)
 
     def _written(self) -> dict[str, list[Tensor]]:
         written: dict[str, list[Tensor]] = {}
@@ -152,6 +171,18 @@ class Engine:
         statistic = operation.partial(x)
         piece.values.update(self._shelved(results))
         return statistic
+
+    def _all(self, run: Callable[[Piece], Any]) -> list[Any]:
+        """Run something for all pieces; if one fails, no rank shall wait for it."""
+        try:
+            return [run(piece) for piece in self.pieces]
+        except BaseException:
+            self.ranks.fail()
+            raise
+
+    def _return(self, piece: Piece, index: int, meeting: Meeting, gradient: Sequence[Tensor | None]) -> None:
+        self._meet(piece, index, meeting, gradient)
+        self._retreat(piece, index)
 
     def _meet(self, piece: Piece, index: int, meeting: Meeting, gradient: Sequence[Tensor | None]) -> None:
         """Add what comes back to the rows of a piece through the statistic."""
@@ -207,28 +238,22 @@ class Engine:
 
     def _leaves(self, piece: Piece, index: int, graph: bool = True) -> list[Any]:
         """Fetch a stage's inputs; those through which gradients flow hand them to the piece."""
-        fetched = []
-        for name in piece.program.stages[index].inputs:
-            if name.startswith("meeting_"):
-                fetched.append(self.meetings[int(name.removeprefix("meeting_"))])
-            elif name in piece.program.captured.bound:
-                fetched.append(piece.program.bound(self.model, name))
-            else:
-                value = self.shelf.take(piece.values[name])
-                wanted = graph and name in piece.program.needed
-                fetched.append(self._listening(piece, name, value) if wanted else value)
-        return fetched
+        return [self._fetch(piece, name, graph) for name in piece.program.stages[index].inputs]
 
-    def _listening(self, piece: Piece, name: str, value: Tensor) -> Tensor:
-        leaf = value.detach().requires_grad_()
+    def _fetch(self, piece: Piece, name: str, graph: bool) -> Any:
+        if name.startswith("meeting_"):
+            meeting = self.meetings[int(name.removeprefix("meeting_"))]
+            return _Heard(meeting.operation, [self._listen(s, partial(meeting.hear, i)) for i, s in enumerate(meeting.statistic)])
+        if name in piece.program.captured.bound:
+            return piece.program.bound(self.model, name)
+        value = self.shelf.take(piece.values[name])
+        wanted = graph and name in piece.program.needed
+        return self._listen(value, partial(self._collect, piece, name)) if wanted else value
 
-        def hear(leaf: Tensor) -> None:
-            if leaf.grad is not None:
-                self._collect(piece, name, leaf.grad)
-            leaf.grad = None
-
-        leaf.register_post_accumulate_grad_hook(hear)
-        return leaf
+    def _listen(self, value: Any, hear: Callable[[Tensor], None]) -> Any:
+        if not isinstance(value, Tensor) or not value.is_floating_point():
+            return value
+        return _Listener.apply(self.anchor, value, hear)
 
     def _collect(self, piece: Piece, name: str, gradient: Tensor) -> None:
         held = piece.gradients.pop(name, None)

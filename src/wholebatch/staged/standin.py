@@ -1,0 +1,70 @@
+"""What a loss function is given in place of the model, and what it may not do meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from wholebatch.errors import InexactError
+from wholebatch.staged.call import Call
+
+
+class StandIn:
+    """The model in everything but its call, which somebody else answers.
+
+    Not a module itself, so that ``parameters()``, ``state_dict()`` or ``isinstance`` are those of the model.
+
+    Args:
+        model: the model, or its wrapper, to which everything else goes.
+        answer: what a call returns.
+    """
+
+    def __init__(self, model: nn.Module, answer: Callable[[Call], Any]) -> None:
+        object.__setattr__(self, "_model", model)
+        object.__setattr__(self, "_answer", answer)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Hand the call over."""
+        if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in pytree.tree_leaves((args, kwargs))):
+            raise InexactError(
+                "An input of the model requires a gradient, which would have to pass through all micro-batches at once. "
+                "Call the model on plain data, or make what computes the input a part of the model."
+            )
+        return self._answer(Call.of(args, kwargs))
+
+    forward = __call__
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._model, name, value)
+
+    @property
+    def __class__(self) -> Any:
+        return type(self._model)
+
+    def __repr__(self) -> str:
+        return repr(self._model)
+
+
+class NothingElseMeets(TorchFunctionMode):
+    """Refuse BatchNorm with batch statistics outside of the one call of the model."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Look at every operation that the loss function calls."""
+        kwargs = kwargs or {}
+        if function is nn.functional.batch_norm or function is torch.batch_norm:
+            training = args[5] if len(args) > 5 else kwargs.get("training", False)
+            if training:
+                raise InexactError(
+                    "The loss function reaches a BatchNorm layer in training mode outside of its one call of the model "
+                    "that it was given (a submodule, another method, another model), where only one micro-batch is at "
+                    "hand. Call model(...) itself, once, or put that layer into eval mode."
+                )
+        return function(*args, **kwargs)
