@@ -126,6 +126,11 @@ def test_a_row_without_tokens_keeps_one_position() -> None:
     assert [piece.load()["input_ids"].shape for piece in pieces_of(batch, wb.Tokens(9))] == [(2, 1)]
 
 
+def test_rows_without_positions_stay_together() -> None:
+    empty = {"input_ids": torch.zeros(2, 0), "attention_mask": torch.zeros(2, 0)}
+    assert [piece.load()["input_ids"].shape for piece in pieces_of(empty, wb.Tokens(9))] == [(2, 0)]
+
+
 def test_everything_that_runs_along_the_length_is_trimmed_and_nothing_else() -> None:
     batch = {
         **padded([2, 6, 4]),

@@ -13,31 +13,35 @@ from __future__ import annotations
 import copy
 import dataclasses
 import operator
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor, nn
-from torch.nn.utils.rnn import PackedSequence, pack_sequence, unpack_sequence
 
 from wholebatch.errors import SplitError
+from wholebatch.leaves import Array, Index, Kind, Nested, Packed, kind_of, of_type
 
-Index: TypeAlias = "slice | Sequence[int]"
 Build: TypeAlias = Callable[[Iterator[Any]], Any]
 
 SHOWN = 16
-WITHOUT_ROWS = (str, bytes, bytearray, memoryview, Mapping, torch.Size, nn.Module)
 
 
 @dataclass(frozen=True, eq=False)
 class Leaf:
-    """One place of a batch: its dotted path, what lies there, and how many rows that has (None: it goes whole)."""
+    """One place of a batch.
+
+    Attributes:
+        path: how to get there, with dots.
+        value: what lies there.
+        kind: how it is cut.
+        rows: how many it has; None if it goes whole.
+    """
 
     path: str
     value: Any
+    kind: Kind
     rows: int | None
 
     @property
@@ -48,14 +52,27 @@ class Leaf:
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of a tensor or array, the length of a sequence, else nothing."""
-        if is_array(self.value):
-            return tuple(self.value.shape)
-        return () if self.rows is None else (self.rows,)
+        return self.kind.shape(self.value)
+
+    @property
+    def is_array(self) -> bool:
+        """Whether it is a tensor, or an array that is indexed like one."""
+        return isinstance(self.kind, Array)
+
+    def cut(self, index: Index) -> Any:
+        """Return the rows of ``index``; the very value if these are all, or if it goes whole."""
+        all_rows = isinstance(index, slice) and index.indices(self.rows or 0) == (0, self.rows, 1)
+        return self.value if self.rows is None or all_rows else self.kind.cut(self.value, index)
+
+    def join(self, others: Sequence[Leaf]) -> Any:
+        """Return its rows with those of others behind them; the very value if it goes whole."""
+        values = [self.value, *(other.value for other in others)]
+        return self.value if self.rows is None or not others else self.kind.join(values)
 
     def __str__(self) -> str:
         name = f"'{self.path}'" if self.path else "the batch"
-        kind = "" if is_array(self.value) else f"{type(self.value).__name__} "
-        return f"{name} {kind}{self.shape if self.shape or is_array(self.value) else ''}".rstrip()
+        kind = "" if self.is_array else f" {type(self.value).__name__}"
+        return f"{name}{kind} {self.shape if self.shape or self.is_array else ''}".rstrip()
 
 
 class Nest:
@@ -81,6 +98,11 @@ class Nest:
         _refuse_unknown(names, leaves)
         self.leaves = [dataclasses.replace(f, rows=None) if _named(f.path, names) else f for f in leaves]
 
+    @property
+    def paths(self) -> list[str]:
+        """Where its leaves lie, in order."""
+        return [leaf.path for leaf in self.leaves]
+
     def count_rows(self) -> int:
         """Return the number of rows, on which all leaves agree.
 
@@ -94,7 +116,7 @@ class Nest:
                 "Give tensors with a first dimension, or a list of samples with collate=."
             )
         if len(counts) > 1:
-            raise SplitError(_disagreement(self.leaves, counts))
+            _refuse_disagreement([leaf for leaf in self.leaves if leaf.rows is not None], counts)
         return next(iter(counts))
 
     def map(self, change: Callable[[Leaf], Any]) -> Any:
@@ -104,10 +126,10 @@ class Nest:
             return self.batch
         return self._build(iter(values))
 
-    def take(self, index: Index, change: Callable[[Leaf, Any], Any] = lambda leaf, cut: cut) -> Any:
+    def take(self, index: slice | Sequence[int], change: Callable[[Leaf, Any], Any] = lambda leaf, cut: cut) -> Any:
         """Cut the rows of ``index`` out of every leaf that has rows, then let ``change(leaf, cut)`` shape each."""
         rows = index if isinstance(index, slice) else _as_slice([operator.index(row) for row in index])
-        return self.map(lambda leaf: change(leaf, _cut(leaf, rows)))
+        return self.map(lambda leaf: change(leaf, leaf.cut(rows)))
 
 
 def rows_of(batch: Any, whole: Sequence[str] = ()) -> int:
@@ -130,7 +152,7 @@ def rows_of(batch: Any, whole: Sequence[str] = ()) -> int:
     return Nest(batch, whole).count_rows()
 
 
-def take(batch: Any, index: Index, whole: Sequence[str] = (), rows: int | None = None) -> Any:
+def take(batch: Any, index: slice | Sequence[int], whole: Sequence[str] = (), rows: int | None = None) -> Any:
     """Take rows out of a batch and keep its structure and types.
 
     Costs no copy where the rows lie together (tensors become views); other indices copy the rows.
@@ -173,15 +195,14 @@ def join(pieces: Sequence[Any], whole: Sequence[str] = ()) -> Any:
     if not pieces:
         raise SplitError("There are 0 pieces to join: nothing says what structure the batch has. Join at least one.")
     nests = [Nest(piece, whole) for piece in pieces]
-    paths = [[leaf.path for leaf in nest.leaves] for nest in nests]
-    for number, other in enumerate(paths):
-        if other != paths[0]:
+    for number, nest in enumerate(nests):
+        if nest.paths != nests[0].paths:
             raise SplitError(
-                f"Piece {number} has the leaves {other}, piece 0 has {paths[0]}. "
+                f"Piece {number} has the leaves {nest.paths}, piece 0 has {nests[0].paths}. "
                 "Pieces can be joined only if each has the same structure."
             )
     places = zip(*(nest.leaves for nest in nests), strict=True)
-    joined = iter([_joined([leaf.value for leaf in leaves], leaves[0].rows) for leaves in places])
+    joined = iter([first.join(others) for first, *others in places])
     return nests[0].map(lambda leaf: next(joined))
 
 
@@ -203,70 +224,55 @@ def move(nest: Any, device: torch.device | str | None) -> Any:
     if device is None:
         return nest
     target = torch.device(device)
-    return Nest(nest).map(lambda leaf: _moved(leaf.value, target))
-
-
-def is_array(value: Any) -> bool:
-    """Say whether a leaf is a tensor, or an array that is cut like one (NumPy, TensorDict, a data frame)."""
-    return isinstance(value, Tensor) or (hasattr(type(value), "shape") and isinstance(value.shape, tuple))
-
-
-def is_sequence(value: Any) -> bool:
-    """Say whether a value has a length and entries, and is no text and no mapping."""
-    sized = hasattr(type(value), "__len__") and hasattr(type(value), "__getitem__")
-    return sized and not isinstance(value, WITHOUT_ROWS)
-
-
-def _is_record(value: Any) -> bool:
-    return dataclasses.is_dataclass(value) and not isinstance(value, type)
-
-
-def _is_named_tuple(value: Any) -> bool:
-    return isinstance(value, tuple) and hasattr(value, "_fields") and not isinstance(value, PackedSequence)
-
-
-def _holds_array(value: Any) -> bool:
-    if is_array(value) or isinstance(value, PackedSequence):
-        return _count(value) is not None
-    if isinstance(value, Mapping):
-        return any(map(_holds_array, value.values()))
-    if _is_record(value):
-        return any(_holds_array(getattr(value, field.name)) for field in dataclasses.fields(value))
-    return isinstance(value, (list, tuple)) and any(map(_holds_array, value))
+    return Nest(nest).map(lambda leaf: leaf.kind.move(leaf.value, target))
 
 
 def _parts(value: Any, outermost: bool) -> list[tuple[str, Any]] | None:
     """The named children of a container, or None for a leaf."""
-    if is_array(value) or isinstance(value, PackedSequence | torch.Size):
+    if isinstance(kind_of(value), (Array, Packed, Nested)):
         return None
+    fields = _fields(value)
+    if fields is None and isinstance(value, (list, tuple)) and not isinstance(value, torch.Size):
+        structure = (outermost and isinstance(value, tuple)) or _holds_array(value)
+        return [(str(place), item) for place, item in enumerate(value)] if structure else None
+    return fields
+
+
+def _fields(value: Any) -> list[tuple[str, Any]] | None:
+    """The children of a container that gives them names."""
     if isinstance(value, Mapping):
         return [(str(key), item) for key, item in value.items()]
     if _is_named_tuple(value):
         return list(zip(value._fields, value, strict=True))
-    if _is_record(value):
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return [(field.name, getattr(value, field.name, None)) for field in dataclasses.fields(value)]
-    if isinstance(value, list | tuple):
-        fields = (outermost and isinstance(value, tuple)) or _holds_array(value)
-        return [(str(place), item) for place, item in enumerate(value)] if fields else None
     return None
+
+
+def _is_named_tuple(value: Any) -> bool:
+    return isinstance(value, tuple) and hasattr(value, "_fields")
+
+
+def _holds_array(value: Any) -> bool:
+    if isinstance(value, (str, int, float)):
+        return False  # soon done with long lists of numbers
+    if isinstance(kind := kind_of(value), (Array, Packed, Nested)):
+        return kind.shape(value) != ()
+    parts = _fields(value)
+    if parts is None:
+        return isinstance(value, (list, tuple)) and any(map(_holds_array, value))
+    return any(_holds_array(part) for _, part in parts)
 
 
 def _flatten(value: Any, path: str, leaves: list[Leaf]) -> Build:
     """Append the leaves below ``value`` and return what builds it again from an iterator of new ones."""
     parts = _parts(value, outermost=path == "")
     if parts is None:
-        leaves.append(Leaf(path, value, _count(value)))
+        kind = kind_of(value)
+        leaves.append(Leaf(path, value, kind, next(iter(kind.shape(value)), None)))
         return next
     builds = [_flatten(part, f"{path}.{name}" if path else name, leaves) for name, part in parts]
     return lambda new: _rebuilt(value, [build(new) for build in builds])
-
-
-def _count(value: Any) -> int | None:
-    if is_array(value):
-        return int(value.shape[0]) if len(value.shape) else None
-    if isinstance(value, PackedSequence):
-        return int(value.batch_sizes[0])
-    return len(value) if is_sequence(value) else None
 
 
 def _rebuilt(value: Any, parts: list[Any]) -> Any:
@@ -275,8 +281,8 @@ def _rebuilt(value: Any, parts: list[Any]) -> Any:
         return _rebuilt_mapping(value, dict(zip(value, parts, strict=True)))
     if _is_named_tuple(value):
         return type(value)(*parts)
-    if isinstance(value, list | tuple):
-        return _of_type(value, parts)
+    if isinstance(value, (list, tuple)):
+        return of_type(value, parts)
     new = copy.copy(value)
     for field, part in zip(dataclasses.fields(value), parts, strict=True):
         object.__setattr__(new, field.name, part)  # frozen ones too, and without running __init__ a second time
@@ -295,72 +301,11 @@ def _rebuilt_mapping(value: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
     return new
 
 
-def _of_type(value: Any, entries: Iterable[Any]) -> Any:
-    """Entries in a list or tuple of the type of ``value``, in a plain list where that has another constructor."""
-    entries = list(entries)
-    if type(value) is list or not isinstance(value, list | tuple):
-        return entries
-    return type(value)(entries)
-
-
 def _as_slice(index: list[int]) -> Index:
     """A slice where the rows lie together: tensors then need no copy."""
     if index and index == list(range(index[0], index[0] + len(index))):
         return slice(index[0], index[0] + len(index))
     return index
-
-
-def _cut(leaf: Leaf, index: Index) -> Any:
-    value = leaf.value
-    if leaf.rows is None or (isinstance(index, slice) and index.indices(leaf.rows) == (0, leaf.rows, 1)):
-        return value
-    places = range(leaf.rows)[index] if isinstance(index, slice) else index
-    if _is_ragged(value):
-        rows = _rows_apart(value)
-        return _rows_together(value, [rows[place] for place in places])
-    if isinstance(value, Tensor):
-        if isinstance(index, slice) and value.layout is torch.strided:
-            return value[index]
-        return value.index_select(0, torch.tensor(places, dtype=torch.long, device=value.device))
-    if is_array(value):
-        return getattr(value, "iloc", value)[index]  # a data frame's own brackets mean columns
-    return _of_type(value, [value[place] for place in places])
-
-
-def _joined(values: list[Any], rows: int | None) -> Any:
-    first = values[0]
-    if rows is None or len(values) == 1:
-        return first
-    if _is_ragged(first):
-        return _rows_together(first, [row for value in values for row in _rows_apart(value)])
-    if not is_array(first):
-        return _of_type(first, [entry for value in values for entry in value])
-    numpy = sys.modules.get("numpy")
-    if numpy is not None and isinstance(first, numpy.ndarray):
-        return numpy.concatenate(values)
-    return torch.cat(values)
-
-
-def _is_ragged(value: Any) -> bool:
-    return isinstance(value, PackedSequence) or (isinstance(value, Tensor) and value.is_nested)
-
-
-def _rows_apart(value: Any) -> list[Tensor]:
-    return unpack_sequence(value) if isinstance(value, PackedSequence) else list(value.unbind())
-
-
-def _rows_together(value: Any, rows: list[Tensor]) -> Any:
-    if isinstance(value, PackedSequence):
-        return pack_sequence(rows, enforce_sorted=False)
-    return torch.nested.as_nested_tensor(rows, layout=value.layout)
-
-
-def _moved(value: Any, device: torch.device) -> Any:
-    if isinstance(value, Tensor):
-        return value.to(device, non_blocking=value.is_pinned())
-    if callable(getattr(type(value), "to", None)) and not isinstance(value, nn.Module):
-        return copy.copy(value).to(device)
-    return value
 
 
 def _named(path: str, names: Iterable[str]) -> bool:
@@ -381,15 +326,14 @@ def _listed(leaves: Sequence[Leaf]) -> str:
     return ", ".join(map(str, leaves[:SHOWN])) + more
 
 
-def _disagreement(leaves: Sequence[Leaf], counts: Mapping[int, int]) -> str:
-    with_rows = [leaf for leaf in leaves if leaf.rows is not None]
+def _refuse_disagreement(leaves: Sequence[Leaf], counts: Mapping[int, int]) -> None:
     usual = max(counts, key=counts.__getitem__)  # the first of those that are equally frequent
-    others = tuple(leaf.path for leaf in with_rows if leaf.rows != usual)
-    shown = ", ".join(f"{leaf} has {leaf.rows}" for leaf in with_rows[:SHOWN])
-    more = f" and {len(with_rows) - SHOWN} more" if len(with_rows) > SHOWN else ""
+    others = tuple(leaf.path for leaf in leaves if leaf.rows != usual)
+    more = f" and {len(leaves) - SHOWN} more" if len(leaves) > SHOWN else ""
     per_row = any(part.isdigit() for path in others for part in path.split(".")[1:])
     hint = " Where a list holds tensors, one entry a row, give the samples themselves and collate=." if per_row else ""
-    return (
-        f"The batch's tensors disagree on the number of rows: {shown}{more}. Give every tensor the same first "
+    raise SplitError(
+        "The batch's tensors disagree on the number of rows: "
+        f"{', '.join(f'{leaf} has {leaf.rows}' for leaf in leaves[:SHOWN])}{more}. Give every tensor the same first "
         f"dimension, or name those that go whole: whole={others}.{hint}"
     )

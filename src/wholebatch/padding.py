@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wholebatch.batch import Leaf, Nest, is_array
+from wholebatch.batch import Leaf, Nest
 from wholebatch.errors import SplitError
 
 
@@ -80,12 +80,13 @@ class Padding:
         return self._names is not None and (leaf.path in self._names or leaf.key in self._names)
 
     def _axes_of(self, leaf: Leaf) -> tuple[int, ...]:
-        """The dimensions of a leaf that run along the length."""
-        sought = (self._names is None and leaf.rows is not None) or leaf is self._mask or self._is_named(leaf)
-        if not sought or not is_array(leaf.value):
+        """The dimensions of a leaf that run along the length; none if it does not follow the mask."""
+        named = self._is_named(leaf)
+        found = self._names is None and leaf.rows is not None
+        if not leaf.is_array or not (named or found or leaf is self._mask):
             return ()
         axes = _length_axes(leaf, self.width)
-        if self._is_named(leaf) and not axes and leaf is not self._mask:
+        if named and not axes:
             raise SplitError(
                 f"length= names {leaf}, but rows are {self.width} wide by the mask {self._mask}. "
                 f"Leave {leaf.key!r} out: only tensors (rows, length, ...) that follow the mask are trimmed with it."
@@ -97,30 +98,29 @@ class Padding:
         place = torch.arange(self.width)
         starts, stops = torch.tensor(self.starts)[:, None], torch.tensor(self.stops)[:, None]
         padded = (place < starts) | (place >= stops)
-        for leaf in nest.leaves:
-            harmless = leaf is self._mask or leaf.key == "position_ids"
-            if self._axes.get(leaf.path) == (1,) and not harmless and not _is_filling(leaf, padded):
-                self.starts, self.stops = [0] * len(self.starts), [self.width] * len(self.stops)
-                warnings.warn(
-                    f"Nothing is trimmed: {leaf.path!r} is as wide as {self._mask.path!r}, but holds values where that "
-                    "says that rows are padded. It may follow another length, or count there. Name the tensors that "
-                    f"follow the mask, with or without it: wb.Tokens(..., length={tuple(self._axes)}).",
-                    stacklevel=2,
-                )
-                return
+        # Positions may run on into the padding: nothing there is read by them.
+        doubtful = [leaf for leaf in nest.leaves if self._axes.get(leaf.path) == (1,) and leaf.key != "position_ids"]
+        kept = next((leaf for leaf in doubtful if leaf is not self._mask and not _is_filling(leaf, padded)), None)
+        if kept is not None:
+            self.starts, self.stops = [0] * len(self.starts), [self.width] * len(self.stops)
+            warnings.warn(
+                f"Nothing is trimmed: {kept.path!r} is as wide as {self._mask.path!r}, but holds values where that "
+                "says that rows are padded. It may follow another length, or count there. Name the tensors that "
+                f"follow the mask, with or without it: wb.Tokens(..., length={tuple(self._axes)}).",
+                stacklevel=2,
+            )
 
 
 def _find_mask(nest: Nest, name: str) -> Leaf:
-    by_path = [leaf for leaf in nest.leaves if leaf.path == name]
-    by_key = [leaf for leaf in nest.leaves if leaf.key == name]
-    for leaf in by_path or by_key:
-        if is_array(leaf.value) and leaf.rows is not None and len(leaf.shape) <= 2:
-            return leaf
-    raise SplitError(
-        f"Tokens are counted by the mask of a padded batch, but there is no (rows, length) mask and no (rows,) lengths "
-        f"{name!r} among {', '.join(map(str, nest.leaves))}. Name yours: wb.Tokens(..., mask='lengths'). "
-        "Or give a list of samples with collate=."
-    )
+    flat = [leaf for leaf in nest.leaves if leaf.is_array and leaf.rows is not None and len(leaf.shape) <= 2]
+    found = [leaf for leaf in flat if leaf.path == name] + [leaf for leaf in flat if leaf.key == name]
+    if not found:
+        raise SplitError(
+            "Tokens are counted by the mask of a padded batch, but there is no (rows, length) mask and no (rows,) "
+            f"lengths {name!r} among {', '.join(map(str, nest.leaves))}. Name yours: wb.Tokens(..., mask='lengths'). "
+            "Or give a list of samples with collate=."
+        )
+    return found[0]
 
 
 def _length_axes(leaf: Leaf, width: int) -> tuple[int, ...]:
@@ -135,12 +135,12 @@ def _extents(mask: Tensor) -> tuple[list[int], list[int]]:
     """The first position of each row and the one behind its last."""
     if mask.dim() == 1:
         return [0] * len(mask), mask.clamp(min=1).tolist()
-    real = torch.nn.functional.pad(mask != 0, (0, 1)).int()  # a column more, so that an empty row has a first 0
-    width = mask.shape[1]
-    starts = real.argmax(1)
-    stops = (width - real[:, :width].flip(1).argmax(1)) if width else starts
-    empty = real.sum(1) == 0
-    return starts.tolist(), stops.masked_fill(empty, min(1, width)).tolist()
+    if mask.shape[1] == 0:
+        return [0] * len(mask), [0] * len(mask)
+    real = (mask != 0).int()
+    starts = real.argmax(1)  # the first of several equal ones
+    stops = mask.shape[1] - real.flip(1).argmax(1)
+    return starts.tolist(), stops.masked_fill(real.sum(1) == 0, 1).tolist()
 
 
 def _is_filling(leaf: Leaf, padded: Tensor) -> bool:

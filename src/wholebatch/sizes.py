@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from wholebatch.batch import Leaf, Nest, is_array
+from wholebatch.batch import Leaf, Nest
 from wholebatch.errors import SplitError
 
 Length: TypeAlias = "Callable[[Any], int] | str | Sequence[str] | None"
@@ -25,10 +25,10 @@ LONGEST_STRETCH = 1024
 
 @dataclass(frozen=True)
 class Cost:
-    """The modelled time of one piece of n rows padded to length L: ``overhead + linear * n*L + quadratic * n*L*L``.
+    """The modelled time of n rows padded to length L: ``overhead + linear * n*L + quadratic * n*L*L``.
 
     Args:
-        overhead: what a piece costs besides its tokens, in tokens if ``linear`` is 1.
+        overhead: what a piece costs besides its tokens; in tokens, if ``linear`` is 1.
         linear: what a padded token costs.
         quadratic: what attention adds for each pair of tokens in a row.
 
@@ -220,14 +220,13 @@ class Tokens:
         leaves = Nest(sample).leaves
         names = self.names or ("input_ids",)
         found = [leaf for leaf in leaves if leaf.key in names and leaf.rows is not None]
-        if not found and self.names is None:
-            found = [leaf for leaf in leaves if _is_line(leaf)]
-        if not found:
+        lines = [leaf for leaf in leaves if _is_line(leaf)] if self.names is None else []
+        if not found and not lines:
             raise SplitError(
                 f"How many tokens a sample has cannot be known: it holds {', '.join(map(str, leaves))}, and no "
                 f"{' or '.join(map(repr, names))}. Say it: wb.Tokens({self.budget}, length=lambda sample: ...)."
             )
-        return max(leaf.shape[0] for leaf in found)
+        return max(leaf.shape[0] for leaf in found or lines)
 
 
 class Auto:
@@ -314,23 +313,25 @@ def whole_number(value: Any, name: str, example: str) -> int:
         TypeError: for a bool, a float, a string, anything else.
         ValueError: for less than 1.
     """
-    try:
-        if isinstance(value, bool):
-            raise TypeError(value)
-        number = operator.index(value)
-    except TypeError:
-        kind = type(value).__name__
-        raise TypeError(f"{name} is {value!r}, a {kind}, but must be a whole number: {example}.") from None
+    if not _is_whole(value):
+        raise TypeError(f"{name} is {value!r}, a {type(value).__name__}, but must be a whole number: {example}.")
+    number = operator.index(value)
     if number < 1:
         raise ValueError(f"{name} is {number}, but must be at least 1: {example}.")
     return number
 
 
+def _is_whole(value: Any) -> bool:
+    try:
+        operator.index(value)
+    except TypeError:
+        return False
+    return not isinstance(value, bool)
+
+
 def _is_line(leaf: Leaf) -> bool:
     """Whether a leaf is a tensor of one dimension, or a sequence of numbers."""
-    return len(leaf.shape) == 1 and (
-        is_array(leaf.value) or all(isinstance(entry, (int, float)) for entry in leaf.value)
-    )
+    return len(leaf.shape) == 1 and (leaf.is_array or all(isinstance(entry, (int, float)) for entry in leaf.value))
 
 
 def _best_ends(longest: Sequence[int], budget: int, cost: Cost) -> list[int]:

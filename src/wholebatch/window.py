@@ -4,21 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import count, islice
-from typing import Any, SupportsIndex, TypeAlias, TypeVar, overload
+from typing import Any, SupportsIndex, TypeAlias, overload
 
-from torch import Tensor
-
-from wholebatch.batch import Nest, is_sequence
+from wholebatch.batch import Nest
 from wholebatch.errors import SplitError
+from wholebatch.leaves import Entries, kind_of
 from wholebatch.padding import Padding
 from wholebatch.sizes import Auto, Size, Tokens, whole_number
 
-T = TypeVar("T")
 Schedule: TypeAlias = "int | Sequence[int] | Callable[[int], int]"
 Collate: TypeAlias = "Callable[[list[Any]], Any] | None"
 
 
-class Window(list[T]):
+class Window(list[Any]):
     """The micro-batches of one optimizer step, ready-made: a list that says so.
 
     A plain list is a structure of fields; a window is run micro-batch by micro-batch.
@@ -34,15 +32,15 @@ class Window(list[T]):
         return f"Window of {len(self)}"
 
     @overload
-    def __getitem__(self, place: SupportsIndex, /) -> T: ...
+    def __getitem__(self, place: SupportsIndex, /) -> Any: ...
     @overload
-    def __getitem__(self, place: slice, /) -> Window[T]: ...
-    def __getitem__(self, place: SupportsIndex | slice, /) -> T | Window[T]:
+    def __getitem__(self, place: slice, /) -> Window: ...
+    def __getitem__(self, place: SupportsIndex | slice, /) -> Any:
         """Return a micro-batch, or those of a slice as a window of their own."""
         return Window(super().__getitem__(place)) if isinstance(place, slice) else super().__getitem__(place)
 
 
-def windows(loader: Iterable[T], k: Schedule) -> Iterator[Window[T]]:
+def windows(loader: Iterable[Any], k: Schedule) -> Iterator[Window]:
     """Gather the micro-batches of a loader into windows of ``k``; the last may be short.
 
     Every micro-batch comes once, in order, and none is dropped. The loader needs no length and is read once; a
@@ -159,7 +157,7 @@ def pieces_of(batch: Any, size: Size = None, *, whole: Sequence[str] = (), colla
     return _ready_made(batch, whole)
 
 
-def _windows(loader: Iterable[T], sizes: Callable[[int], int]) -> Iterator[Window[T]]:
+def _windows(loader: Iterable[Any], sizes: Callable[[int], int]) -> Iterator[Window]:
     micro_batches = iter(loader)
     for number in count():
         first = list(islice(micro_batches, 1))  # before the schedule is asked: it may end with the loader
@@ -200,7 +198,7 @@ def _pieces(batch: Any, limit: int | Tokens | None, whole: Sequence[str], collat
     return _pieces_by_tokens(nest, limit) if rows else []
 
 
-def _ready_made(window: Window[Any], whole: Sequence[str]) -> list[Piece]:
+def _ready_made(window: Window, whole: Sequence[str]) -> list[Piece]:
     """One piece for each micro-batch; where the rows of one cannot be counted, all count the same."""
     nests = [Nest(micro_batch, whole) for micro_batch in window]
     if any(_rows(nest) is None for nest in nests):
@@ -232,7 +230,7 @@ def _runs(rows: int, size: int) -> list[range]:
 
 
 def _pieces_by_tokens(nest: Nest, tokens: Tokens) -> list[Piece]:
-    if nest.leaves[0].path == "" and not isinstance(nest.batch, Tensor) and is_sequence(nest.batch):
+    if nest.leaves[0].path == "" and isinstance(nest.leaves[0].kind, Entries):  # the batch is a list of samples
         return _planned(nest.take, tokens.lengths(nest.batch), tokens)
     if callable(tokens.length):
         raise SplitError(
@@ -252,7 +250,7 @@ def _planned(cut: Callable[[Sequence[int]], Any], lengths: list[int], tokens: To
 
 
 def _pieces_of_samples(samples: Any, limit: int | Tokens | None, collate: Callable[[list[Any]], Any]) -> list[Piece]:
-    if not is_sequence(samples) or isinstance(samples, Tensor):
+    if not isinstance(kind_of(samples), Entries):
         raise SplitError(
             f"collate= makes a micro-batch of a list of samples, but the batch is a {type(samples).__name__}. "
             "Let the loader yield samples: DataLoader(..., collate_fn=list)."
