@@ -461,7 +461,11 @@ class TaskAbsent(Rows):
 
     @property
     def forms(self) -> dict[str, Loss]:
-        return {"weights": self.loss, "selected": self._selected}
+        return {"weights": self.loss, "selected": self._selected, "left out": self._left_out}
+
+    def _left_out(self, model: nn.Module, rows: Any) -> Any:
+        terms = self._selected(model, rows)
+        return terms if rows[1].any() else {"always": terms["always"]}
 
     def _selected(self, model: nn.Module, rows: Any) -> Any:
         out = model(rows[0]).square()
@@ -744,6 +748,110 @@ class WideSpread(Rows):
         return rows[1].sum()
 
 
+class EmptyPiece(Rows):
+    """A micro-batch of no rows at all, as a filter inside a loader leaves behind."""
+
+    seed = 130
+
+    def build(self) -> tuple[nn.Module, list[Any]]:
+        return network(3, 1), cut([torch.randn(7, 3)], [3, 0, 4])
+
+    def ran(self, window: list[Any]) -> int:
+        return 2
+
+    def loss(self, model: nn.Module, rows: Any) -> Any:
+        return wb.mean(model(rows[0]).squeeze(-1).square())
+
+    def share(self, model: nn.Module, rows: Any) -> torch.Tensor:
+        mean: torch.Tensor = model(rows[0]).square().mean()
+        return mean
+
+    def items(self, rows: Any) -> Any:
+        return len(rows[0])
+
+
+class OnceAfterNone(LearnedVariance):
+    """A term that exists once per batch, and a first micro-batch that is thrown away."""
+
+    seed = 131
+
+    def bad(self, rows: Any) -> bool:
+        return bool(rows[1].abs().max() > 10)
+
+    def build(self) -> tuple[nn.Module, list[Any]]:
+        model, window = super().build()
+        return model, [(window[0][0], window[0][1] + 50), *window[1:]]
+
+    def loss(self, model: nn.Module, rows: Any) -> Any:
+        return None if self.bad(rows) else super().loss(model, rows)
+
+    def whole(self, model: nn.Module, window: list[Any]) -> torch.Tensor:
+        return self.share(model, columns([rows for rows in window if not self.bad(rows)]))
+
+
+class MetaLearning(Situation):
+    """Each row is a task: a step on its support set, differentiated through, then the loss on its query set."""
+
+    seed = 132
+    wrapped = False
+
+    def build(self) -> tuple[nn.Module, list[Any]]:
+        window = [[(torch.randn(4, 3), torch.randn(2, 3)) for _ in range(tasks)] for tasks in (2, 3, 1)]
+        return network(3, 1), window
+
+    def task(self, model: nn.Module, support: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+        inner = model(support).square().mean()
+        weights = dict(model.named_parameters())
+        slopes = torch.autograd.grad(inner, list(weights.values()), create_graph=True)
+        moved = {name: w - 0.1 * slope for (name, w), slope in zip(weights.items(), slopes, strict=True)}
+        loss: torch.Tensor = torch.func.functional_call(model, moved, (query,)).square().mean()
+        return loss
+
+    def loss(self, model: nn.Module, tasks: Any) -> Any:
+        return wb.mean(torch.stack([self.task(model, *task) for task in tasks]))
+
+    def whole(self, model: nn.Module, window: list[Any]) -> torch.Tensor:
+        return torch.stack([self.task(model, *task) for tasks in window for task in tasks]).mean()
+
+    def usual(self, model: nn.Module, tasks: Any) -> torch.Tensor:
+        return self.whole(model, [tasks])
+
+
+class CriticWithPenalty(Situation):
+    """A critic's mean over the real rows, over the made rows, and a penalty on slopes: three denominators, and a
+    counting pass through a loss that differentiates inside.
+    """
+
+    seed = 133
+    terms = 3
+
+    def build(self) -> tuple[nn.Module, list[Any]]:
+        return network(3, 1), [(torch.randn(made, 3), torch.randn(real, 3)) for made, real in ((3, 1), (1, 4), (2, 2))]
+
+    def parts(self, model: nn.Module, rows: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        made, real = rows
+        between = (made[:1] + real[:1]).detach().requires_grad_()
+        scores = model(torch.cat([made, real, between])).squeeze(-1)
+        (slope,) = torch.autograd.grad(scores[-1].sum(), between, create_graph=True)
+        return scores[: len(made)], scores[len(made) : -1], (slope.norm(dim=1) - 1).square()
+
+    def loss(self, model: nn.Module, rows: Any) -> Any:
+        made, real, slope = self.parts(model, rows)
+        return {"made": wb.mean(made), "real": -1.0 * wb.mean(real), "slope": 10 * wb.mean(slope)}
+
+    def whole(self, model: nn.Module, window: list[Any]) -> torch.Tensor:
+        made, real, slope = (
+            torch.cat(part) for part in zip(*(self.parts(model, rows) for rows in window), strict=True)
+        )
+        return made.mean() - real.mean() + 10 * slope.mean()
+
+    def usual(self, model: nn.Module, rows: Any) -> torch.Tensor:
+        return self.whole(model, [rows])
+
+    def items(self, rows: Any) -> Any:
+        return {"made": len(rows[0]), "real": len(rows[1]), "slope": 1}
+
+
 KINDS: list[Situation] = [
     SmoothedClassWeights(),
     RowWeights(),
@@ -775,4 +883,8 @@ KINDS: list[Situation] = [
     FrozenAndUnused(),
     UsedInOnePiece(),
     WideSpread(),
+    EmptyPiece(),
+    OnceAfterNone(),
+    MetaLearning(),
+    CriticWithPenalty(),
 ]

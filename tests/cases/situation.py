@@ -25,6 +25,8 @@ class Situation:
     seed = 0
     terms = 1
     """How many denominators the loss has."""
+    wrapped = True
+    """Whether the loss calls the model as a wrapper for ranks wants it: through its forward."""
 
     def build(self) -> tuple[nn.Module, list[Any]]:
         """Return a fresh model and the window's micro-batches."""
@@ -62,6 +64,10 @@ class Situation:
             torch.manual_seed(self.seed)
             model, window = self.build()
         return in_precision(model, dtype), in_precision(window, dtype)
+
+    def ran(self, window: list[Any]) -> int:
+        """Return how many of the micro-batches hold rows."""
+        return len(window)
 
     def reference(self, model: nn.Module, window: list[Any]) -> Reference:
         """Return the whole batch's loss and gradient."""

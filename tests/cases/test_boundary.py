@@ -187,7 +187,7 @@ def test_one_norm_over_gradients_of_several_precisions() -> None:
     again.load_state_dict(held.state_dict(), assign=True)
     optimizer = torch.optim.SGD([p for p in again.parameters() if p.requires_grad], lr=0.1)
     result = wb.Step(again, optimizer, lambda m, x: 9 * squares(m, x))(window)
-    assert float(result.grad_norm) == pytest.approx(exact, rel=1e-9)
+    assert float(result.grad_norm) == pytest.approx(exact, rel=1e-6)
     flat = torch.cat([g.flatten().bfloat16() for g in gradients_of(held).values() if g is not None])
     assert flat.norm().item() != pytest.approx(exact, rel=1e-5)  # the twin: one low precision for all
 

@@ -32,7 +32,6 @@ def many_pieces() -> tuple[nn.Module, wb.Window, dict[str, torch.Tensor | None]]
     return Dot(), wb.Window(x.split(1)), {"w": x.double().mean(0)}
 
 
-@pytest.mark.xfail(strict=True, reason="waits for memory: accumulate_in")
 def test_a_sum_in_float32_keeps_what_bfloat16_would_round_away() -> None:
     """deepspeedai/DeepSpeed#1800: the running sum stalls once it is 256 times a summand."""
     model, window, mean = many_pieces()
@@ -41,7 +40,6 @@ def test_a_sum_in_float32_keeps_what_bfloat16_would_round_away() -> None:
     assert model.w.grad.dtype == torch.bfloat16
 
 
-@pytest.mark.xfail(strict=True, reason="waits for memory: accumulate_in")
 def test_a_step_sums_in_float32_and_rounds_once() -> None:
     model, window, mean = many_pieces()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -32,7 +32,7 @@ from tests.oracle import (
     whole_batch,
 )
 
-SITUATIONS = {repr(situation): situation for situation in [*REPORTED, *KINDS]}
+SITUATIONS = {repr(situation): situation for situation in [*REPORTED, *KINDS] if situation.wrapped}
 in_every_situation = pytest.mark.parametrize("name", SITUATIONS)
 UNUSED = ("FrozenAndUnused", "UsedInOnePiece")
 """Situations in which a rank may not reach every parameter, so that the wrapper must look for them."""
@@ -85,7 +85,7 @@ def test_every_rank_has_the_gradient_of_the_whole_batch(two_ranks: Ranks, name: 
 @pytest.mark.parametrize("name", [name for name in SITUATIONS if name not in UNUSED])
 def test_the_mean_of_the_ranks_misses_it(two_ranks: Ranks, name: str) -> None:
     reference = reference_of(name)
-    first = 2 if name == "SkippedFirst" else 1  # each rank needs a mean to take
+    first = 2 if name in ("SkippedFirst", "OnceAfterNone") else 1  # each rank needs a mean to take
     for gradients in two_ranks.run(of_each_rank, name, first):
         assert_differs(gradients, reference, by=1e-3)
 
@@ -498,8 +498,8 @@ def several_windows() -> tuple[nn.Module, list[list[list[Any]]]]:
     return model, windows
 
 
-@pytest.mark.parametrize("clip", [0.05, 100.0])
-def test_a_run_on_two_ranks_is_the_run_of_one_process(two_ranks: Ranks, clip: float) -> None:
+def one_process(clip: float) -> tuple[nn.Module, list[Any]]:
+    """Train on whole batches in plain torch, and return loss, norm and learning rates of each step."""
     model, windows = several_windows()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
@@ -513,12 +513,22 @@ def test_a_run_on_two_ranks_is_the_run_of_one_process(two_ranks: Ranks, clip: fl
         expected.append((loss.item(), norm.item(), schedule.get_last_lr()))
         optimizer.step()
         schedule.step()
+    return model, expected
+
+
+def assert_same_run(parameters: Gradients, results: list[Any], model: nn.Module, expected: list[Any]) -> None:
+    assert_same_parameters(parameters, model, tol=1e-12)
+    for found, wanted in zip(results, expected, strict=True):
+        assert found[0] == pytest.approx(wanted[0], rel=1e-11)
+        assert found[1] == pytest.approx(wanted[1], rel=1e-11)
+        assert found[2] == pytest.approx(wanted[2])
+
+
+@pytest.mark.parametrize("clip", [0.05, 100.0])
+def test_a_run_on_two_ranks_is_the_run_of_one_process(two_ranks: Ranks, clip: float) -> None:
+    model, expected = one_process(clip)
     for parameters, results in two_ranks.run(run_of_steps, clip):
-        assert_same_parameters(parameters, model, tol=1e-12)
-        for found, wanted in zip(results, expected, strict=True):
-            assert found[0] == pytest.approx(wanted[0], rel=1e-11)
-            assert found[1] == pytest.approx(wanted[1], rel=1e-11)
-            assert found[2] == pytest.approx(wanted[2])
+        assert_same_run(parameters, results, model, expected)
 
 
 def overflow_on_one() -> Any:
@@ -645,28 +655,23 @@ def static_graph() -> Any:
     model, shares = rows_on_ranks()
     wrapped = DistributedDataParallel(model, static_graph=True)
     found = []
-    for _ in range(2):
+    for _ in range(3):
         model.zero_grad()
         wb.backward(wrapped, class_losses, wb.Window(shares[dist.get_rank()]))
         found.append(gradients_of(wrapped))
     return found
 
 
-@pytest.mark.xfail(strict=True, reason="waits for the ranks: static_graph=True is refused until then")
 def test_a_static_graph_is_served(two_ranks: Ranks) -> None:
     """pytorch/pytorch#143580: `no_sync` in the first window fails inside torch."""
     model, shares = rows_on_ranks()
     plain = whole_batch(model, lambda m, rows: F.cross_entropy(m(rows[0]), rows[1]), joined(shares))
-    for found in two_ranks.run(attempted, static_graph):
+    for found in two_ranks.run(static_graph):
         for gradients in found:
             assert_same_gradient(gradients, plain)
 
 
-def test_what_is_not_served_is_refused_by_name(two_ranks: Ranks) -> None:
-    for found in two_ranks.run(attempted, static_graph):
-        if not isinstance(found, list):
-            assert found[0] == "SyncError"
-            assert "static_graph" in found[1]
+# Shards
 
 
 def sharded_problem() -> tuple[nn.Module, list[list[Any]]]:
@@ -676,38 +681,94 @@ def sharded_problem() -> tuple[nn.Module, list[list[Any]]]:
     return nn.Linear(4, 2).double(), [rows[:3], rows[3:]]
 
 
-def sharded(ours: bool) -> Any:
+def shards_of(model: nn.Module) -> nn.Module:
+    """Shard a model over both ranks, its blocks first where it has some."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    model, shares = sharded_problem()
-    model = fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
-    with Collectives() as seen:
-        if ours:
-            wb.backward(model, row_errors, wb.Window(shares[dist.get_rank()]))
-        else:
-            for rows in shares[dist.get_rank()]:
-                (row_errors(model, rows).mean() / 3).backward()
-    return gradients_of(model), seen.count("reduce_scatter")
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for block in model if isinstance(model, nn.Sequential) else ():
+        if any(True for _ in block.parameters()):
+            fully_shard(block, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
 
 
 def row_errors(model: nn.Module, rows: Any) -> torch.Tensor:
     return F.mse_loss(model(rows[0]), rows[1], reduction="none").mean(1)
 
 
-@pytest.mark.xfail(strict=True, reason="waits for the ranks: FSDP2")
-def test_shards_are_reduced_once_a_window(two_ranks: Ranks) -> None:
+def sharded(sync: str) -> Any:
+    model, shares = sharded_problem()
+    model = shards_of(model)
+    with Collectives() as seen:
+        if sync == "plain":
+            for rows in shares[dist.get_rank()]:
+                (row_errors(model, rows).mean() / 3).backward()
+        else:
+            options: Any = {} if sync == "default" else {"sync": sync}
+            wb.backward(model, row_errors, wb.Window(shares[dist.get_rank()]), **options)
+    return gradients_of(model), seen.count("reduce_scatter")
+
+
+@pytest.mark.parametrize(("sync", "reductions"), [("default", 1), ("last", 1), ("every", 3)])
+def test_shards_are_reduced_once_a_window_or_with_every_piece_as_asked(
+    two_ranks: Ranks, sync: str, reductions: int
+) -> None:
     """NVIDIA/cosmos-framework#161: a switch that only knows DDP leaves FSDP2 reducing with every micro-batch."""
     model, shares = sharded_problem()
     plain = whole_batch(model, lambda m, rows: row_errors(m, rows).mean(), joined(shares))
-    for gradients, reductions in two_ranks.run(sharded, True):
+    for gradients, seen in two_ranks.run(sharded, sync):
         assert_same_gradient(gradients, plain)
-        assert reductions == 1
+        assert seen == reductions
 
 
 def test_a_plain_loop_reduces_shards_with_every_micro_batch(two_ranks: Ranks) -> None:
-    for _, reductions in two_ranks.run(sharded, False):
+    for _, reductions in two_ranks.run(sharded, "plain"):
         assert reductions == 3
+
+
+SHARDED = ["TokenMeans", "IgnoredPiece", "RowWeights", "PolicyValueEntropy", "SumAndMean", "SkippedLast", "WideSpread"]
+
+
+def sharded_situation(name: str, first: int, sync: Any) -> Any:
+    situation = SITUATIONS[name]
+    model, window = situation.start()
+    model = shards_of(model)
+    share = window[:first] if dist.get_rank() == 0 else window[first:]
+    result = wb.backward(model, situation.loss, wb.Window(share), sync=sync)
+    return gradients_of(model), result.loss.item()
+
+
+@pytest.mark.parametrize("sync", ["last", "every"])
+@pytest.mark.parametrize("first", [0, 1, 2])
+@pytest.mark.parametrize("name", SHARDED)
+def test_shards_get_the_whole_batch_s_gradient_whatever_each_rank_brings(
+    two_ranks: Ranks, name: str, first: int, sync: str
+) -> None:
+    """Different numbers of pieces on the ranks, and no row on one (first = 0): FSDP2 itself would wait for ever."""
+    reference = reference_of(name)
+    for gradients, loss in two_ranks.run(sharded_situation, name, first, sync):
+        assert_same_gradient(gradients, reference)
+        assert loss == pytest.approx(float(reference.loss), rel=1e-12)
+
+
+def sharded_run(clip: float, sync: Any) -> Any:
+    model, windows = several_windows()
+    model = shards_of(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    step = wb.Step(model, optimizer, class_losses, max_grad_norm=clip, scheduler=schedule, sync=sync)
+    results = [step(wb.Window(shares[dist.get_rank()])) for shares in windows]
+    return parameters_of(model), [(float(r.loss), float(r.grad_norm), r.lrs) for r in results]
+
+
+@pytest.mark.parametrize("sync", ["last", "every"])
+@pytest.mark.parametrize("clip", [0.05, 100.0])
+def test_a_run_on_shards_is_the_run_of_one_process(two_ranks: Ranks, clip: float, sync: str) -> None:
+    """The norm is that of all shards together, a plain number on every rank."""
+    model, expected = one_process(clip)
+    for parameters, results in two_ranks.run(sharded_run, clip, sync):
+        assert_same_run(parameters, results, model, expected)
 
 
 def in_no_sync() -> Any:
