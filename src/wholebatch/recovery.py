@@ -50,7 +50,7 @@ class Recovery:
 
     def fitting(self, piece: Piece) -> Iterator[Piece]:
         """Split a piece beforehand that is larger than what has failed in this window."""
-        halves = piece.halves() if self._failed and self._size_of(piece) > self._limit else None
+        halves = piece.halves() if self._failed and piece.held > self._limit else None
         if halves is None:
             yield piece
         else:
@@ -72,7 +72,7 @@ class Recovery:
         state.restore()
         tally.rewind(mark)
         self._failed = True
-        self._auto.shrink(self._size_of(piece))
+        self._auto.shrink(piece.held)
         halves = piece.halves()
         if halves is None:
             raise OutOfMemoryError(self._final(piece, said))
@@ -97,9 +97,6 @@ class Recovery:
     def _limit(self) -> int:
         size = self._auto.size
         return size.budget if isinstance(size, Tokens) else size
-
-    def _size_of(self, piece: Piece) -> int:
-        return piece.rows * piece.longest if isinstance(self._auto.size, Tokens) else piece.rows
 
     def _final(self, piece: Piece, said: str) -> str:
         leaves = ", ".join(str(leaf) for leaf in Nest(piece.load()).leaves)

@@ -1,0 +1,176 @@
+"""What the planner says beforehand is what happens, and its arithmetic rounds nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import wholebatch as wb
+from tests.oracle import assert_same_gradient, gradients_of
+from wholebatch.arrangement import Arrangement
+from wholebatch.checkpointing import checkpointed
+from wholebatch.memory import SavedBytes
+from wholebatch.planner import Measured, Plan, plan
+
+MIB = 2**20
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64), nn.Dropout(0.1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + self.inner(x)
+        return out
+
+
+def build() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*[Block() for _ in range(6)])
+
+
+ROWS = torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
+
+
+def squares(model: nn.Module, rows: Tensor) -> Tensor:
+    out: Tensor = model(rows).square()
+    return out
+
+
+def parts_of(found: Plan) -> int:
+    return sum(found.parts.values())
+
+
+def test_a_step_stays_within_what_was_planned_and_a_larger_piece_would_not() -> None:
+    model = build()
+    free = plan(model, squares, ROWS)
+    cap = parts_of(free) + 300_000
+    found = plan(model, squares, ROWS, cap)
+    way = next(choice for choice in found.choices if choice.way == "smaller pieces")
+    assert 1 <= way.micro_batch_size < 64
+    for size, fits in ((way.micro_batch_size, True), (2 * way.micro_batch_size, False)):
+        with SavedBytes(ignored=list(model.parameters())) as saved:
+            wb.backward(model, squares, ROWS, size)
+        assert (saved.peak <= 300_000) is fits
+
+
+def test_checkpointing_is_chosen_where_nothing_else_fits() -> None:
+    model = build()
+    measured = {way.way: way for way in plan(model, squares, ROWS).measured}
+    one_plain, one_again = (measured[way].piece_bytes(1) for way in ("smaller pieces", "checkpointing"))
+    assert one_again < 0.75 * one_plain
+    cap = parts_of(plan(model, squares, ROWS)) + int(0.9 * one_plain)
+    found = plan(model, squares, ROWS, cap)
+    assert found.best.way == "checkpointing"
+    assert "smaller pieces would not fit one row" in found.reason
+    with SavedBytes(ignored=list(model.parameters())) as saved, checkpointed(model):
+        wb.backward(model, squares, ROWS, found.best.micro_batch_size)
+    assert saved.peak <= cap - parts_of(found)
+
+
+def test_nothing_fitting_is_an_error_with_the_parts() -> None:
+    with pytest.raises(wb.OutOfMemoryError, match=r"Not even one row fits into 0\.10 MiB: weights .*optimizer"):
+        plan(build(), squares, ROWS, int(0.1 * MIB))
+
+
+def test_planning_leaves_no_trace() -> None:
+    model = build()
+    wb.backward(model, squares, ROWS)
+    before, twin = gradients_of(model), build()
+    wb.backward(twin, squares, ROWS)
+    torch.manual_seed(4)
+    plan(model, squares, ROWS)
+    drawn = torch.rand(2)
+    torch.manual_seed(4)
+    assert torch.equal(drawn, torch.rand(2))
+    assert_same_gradient(model, before)
+
+
+def test_parts_are_counted_in_bytes() -> None:
+    model = build()
+    numbers = sum(p.numel() for p in model.parameters())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    wb.Step(model, optimizer, squares, micro_batch_size=16)(ROWS)
+    found = plan(model, squares, ROWS, optimizer=optimizer)
+    assert found.parts == {"weights": 4 * numbers, "gradients": 4 * numbers, "optimizer": 4 * numbers, "inputs": 16384}
+    assert plan(model, squares, ROWS).parts["optimizer"] == 8 * numbers
+
+
+def test_a_batch_can_be_planned_in_tokens() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(50, 32), *[nn.Linear(32, 32) for _ in range(4)])
+    lengths = [int(n) for n in torch.randint(3, 40, (40,))]
+    samples = [torch.randint(0, 50, (n,)) for n in lengths]
+
+    def collate(rows: list[Tensor]) -> Tensor:
+        return nn.utils.rnn.pad_sequence(rows, batch_first=True)
+
+    def loss(model: nn.Module, ids: Tensor) -> wb.Mean:
+        return wb.mean(model(ids).square().mean(-1), ids != 0)
+
+    found = plan(model, loss, samples, tokens=wb.Tokens(4096), collate=collate)
+    assert found.unit == "tokens"
+    cap = parts_of(found) + int(found.measured[0].piece_bytes(200))
+    smaller = plan(model, loss, samples, cap, tokens=wb.Tokens(4096), collate=collate)
+    assert 100 < smaller.choices[-1].micro_batch_size <= 300
+    assert smaller.choices[-1].pieces > found.choices[-1].pieces
+
+
+def test_a_plan_is_plain_values() -> None:
+    import json
+
+    found = plan(build(), squares, ROWS)
+    assert json.loads(json.dumps(found.as_dict()))["rows"] == 64
+
+
+def test_the_line_through_the_bytes_is_what_largest_inverts() -> None:
+    way = Measured("smaller pieces", [1], [1.0], [1.0], 100.0, 10.0, 0.0, 1.0)
+    assert (way.largest(250.0, 64), way.largest(105.0, 64), way.largest(1e9, 64)) == (15, 0, 64)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ((128, 4, 4), "batch 128 = 4 rows x 8 pieces x 4 ranks"),
+        ((130, 4, 1), "batch 130 = 4 rows x 32 pieces + 1 piece of 2 rows"),
+        ((130, 4, 2), "batch 130 = (4 rows x 16 pieces + 1 piece of 1 row) x 2 ranks"),
+        ((10, 4, 3), "batch 10 = 4 + 3 + 3 rows on 3 ranks, in pieces of at most 4 rows"),
+        ((3, 8, 1), "batch 3 = 3 rows x 1 piece"),
+        ((64, None, 1), "batch 64 = 64 rows x 1 piece"),
+    ],
+)
+def test_the_arithmetic_is_said_with_every_remainder(arguments: tuple[int, int | None, int], said: str) -> None:
+    assert str(Arrangement(*arguments)) == said
+
+
+@given(st.integers(1, 500), st.integers(1, 64), st.integers(1, 9))
+def test_no_row_is_lost_in_the_arithmetic(batch: int, rows: int, ranks: int) -> None:
+    arrangement = Arrangement(batch, rows, ranks)
+    assert sum(arrangement.shares) == batch
+    assert max(arrangement.shares) - min(arrangement.shares) <= 1
+    for words in arrangement.in_other_words().values():
+        rows_there = words.get("per_device_train_batch_size", 0) * words.get("gradient_accumulation_steps", 0) * ranks
+        assert rows_there in (0, batch)
+
+
+def test_other_tools_words_are_given_only_where_they_can_say_it() -> None:
+    words = Arrangement(128, 4, 4).in_other_words()
+    assert words["Hugging Face"] == {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 8}
+    assert words["Ultralytics"] == {"batch": 16, "nbs": 128}
+    assert Arrangement(130, 4).in_other_words() == {}
+
+
+def test_rates_follow_both_rules() -> None:
+    assert Arrangement(1024, 4).rates(0.1, base_batch=256) == {"linear": 0.4, "sqrt": 0.2}
+
+
+@pytest.mark.parametrize("arguments", [(0, 4, 1), (8, 0, 1), (8, 4, 0)])
+def test_sizes_below_one_are_refused(arguments: Any) -> None:
+    with pytest.raises(ValueError, match="at least 1"):
+        Arrangement(*arguments)
