@@ -75,5 +75,5 @@ class Classify(Task):
         return list(samples[:PIECE_ROWS])
 
     def fingerprint(self) -> str:
-        """Return a hash of all training rows and their classes."""
-        return digest(content(sample) + bytes(str(sample.label), "ascii") for sample in self.train)
+        """Return a hash of all rows and their classes."""
+        return digest(content(sample) + str(sample.label).encode() for sample in (*self.train, *self.held))

@@ -12,6 +12,7 @@ import platform
 import sysconfig
 import warnings
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from wholebatch.train.errors import DataError
@@ -91,4 +92,5 @@ def _keep(cache: Path, found: list[str]) -> None:
         part.write_text(json.dumps(found), encoding="utf-8")
         part.replace(cache)
     except OSError:
-        part.unlink(missing_ok=True)
+        with suppress(OSError):
+            part.unlink()

@@ -65,7 +65,7 @@ class Task(ABC):
 
     @abstractmethod
     def fingerprint(self) -> str:
-        """Return what changes if any row to train on does."""
+        """Return what changes if any row does."""
 
     def sample(self, model: nn.Module) -> str | None:
         """Return something the model made, if it makes anything."""

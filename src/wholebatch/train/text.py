@@ -85,8 +85,8 @@ class Text(Task):
         return [Row(row.tokens[:longest], row.bytes) for row in samples]
 
     def fingerprint(self) -> str:
-        """Return a hash of all training tokens."""
-        return digest(row.tokens.numpy().tobytes() for row in self.train)
+        """Return a hash of all tokens."""
+        return digest(row.tokens.numpy().tobytes() for row in (*self.train, *self.held))
 
     @torch.no_grad()
     def sample(self, model: nn.Module) -> str:
