@@ -10,10 +10,11 @@ import bisect
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain
-from typing import Any, Literal, TypedDict
+from typing import Literal, TypedDict, TypeVar
 
 from wholebatch.window import Window, windows
 
+T = TypeVar("T")
 Rule = Literal["linear", "sqrt"]
 Flavour = Literal["8.4", "8.3"]
 
@@ -259,7 +260,7 @@ class NominalBatch:
         """Return the number of micro-batches of every step of the run, in order."""
         return [iteration.index - iteration.since for iteration in self.trace() if iteration.steps]
 
-    def windows(self, loader: Iterable[Any]) -> Iterator[tuple[Iteration, Window]]:
+    def windows(self, loader: Iterable[T]) -> Iterator[tuple[Iteration, Window[T]]]:
         """Iterate over `loader` once an epoch and yield, for each step, its last iteration and its window.
 
         Only windows that make a step are yielded. A sampler's `set_epoch` is the caller's: wrap the loader.
@@ -267,7 +268,7 @@ class NominalBatch:
         sizes = self.sizes()
         boundaries = (iteration for iteration in self.trace() if iteration.steps)
         batches = chain.from_iterable(loader for _ in range(self.epochs))
-        yield from zip(boundaries, windows(batches, sizes.__getitem__), strict=False)
+        yield from zip(boundaries, windows(batches, sizes), strict=False)
 
     def report(self) -> str:
         """Say in one line how far the step is from the nominal batch, and what is done about it."""

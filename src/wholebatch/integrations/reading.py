@@ -27,7 +27,7 @@ _FAR = 2.0**40  # a count so large that a loss divided by it vanishes beside any
 
 def shifted_labels(inputs: Inputs) -> Tensor | float:
     """Count the labels that a causal model predicts: after the shift, the first of each row is no target."""
-    return (inputs["labels"][..., 1:] != IGNORED).sum()
+    return torch.sum(inputs["labels"][..., 1:] != IGNORED)
 
 
 def all_labels(inputs: Inputs) -> Tensor | float:
@@ -37,7 +37,7 @@ def all_labels(inputs: Inputs) -> Tensor | float:
 
 def ready_labels(inputs: Inputs) -> Tensor | float:
     """Count the labels that a collator has shifted already, as they stand."""
-    return (inputs["shift_labels"] != IGNORED).sum()
+    return torch.sum(inputs["shift_labels"] != IGNORED)
 
 
 def rows(inputs: Inputs) -> Tensor | float:
