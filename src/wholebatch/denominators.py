@@ -115,15 +115,20 @@ class Known:
         everywhere: finds the terms' denominators over all ranks.
         here: finds what this rank's pieces were said to count.
         source: who said so, for the error.
+        before: what this rank's micro-batches added up to in a counting pass, which they must do again.
     """
 
     loose = False
     guess = 0.0
 
     def __init__(
-        self, everywhere: Callable[[Answer], Divisors], here: Callable[[Answer], Divisors], source: str
+        self,
+        everywhere: Callable[[Answer], Divisors],
+        here: Callable[[Answer], Divisors],
+        source: str,
+        before: Sums | None = None,
     ) -> None:
-        self._everywhere, self._here, self._source = everywhere, here, source
+        self._everywhere, self._here, self._source, self._before = everywhere, here, source, before
         self._expected: Divisors = {}
 
     def adopt(self, number: float) -> None:
@@ -147,6 +152,8 @@ class Known:
                     "the gradient would be off by their ratio. Count the same items in both, micro-batches for which "
                     "the loss function returns None included."
                 )
+        if self._before is not None:
+            _same_answers(self._before, sums)
 
     def settle(self, sums: Sums) -> Count:
         return 1.0
@@ -180,6 +187,19 @@ def uniform(sums: Sums, world: int) -> bool:
     if kinds <= set(KNOWN):
         return counts <= {float(world)}
     return kinds == {"mean"} and len(counts) == 1
+
+
+def _same_answers(before: Sums, now: Sums) -> None:
+    """Notice a loss function that answers differently the second time; on a device that would mean to wait for it."""
+    for key, first in before.totals.items():
+        second = now.totals[key]
+        on_host = first.device.type == "cpu" and isinstance(now.counts[key], float)
+        if on_host and not torch.isclose(first, second, rtol=1e-3, atol=1e-6, equal_nan=True):
+            raise InexactError(
+                f"The loss function answered differently the second time: the term {key[0]!r} added up to "
+                f"{first.item():g} in the counting pass and to {second.item():g} after it. It keeps a state of its own, "
+                "or draws from a generator of its own. State the counts with items=, then each micro-batch is run once."
+            )
 
 
 def _pattern(answer: Answer) -> frozenset[TermKey] | None:

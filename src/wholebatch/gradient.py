@@ -31,13 +31,14 @@ from wholebatch.denominators import (
     stated_divisors,
     uniform,
 )
-from wholebatch.errors import LossError, SyncError
+from wholebatch.errors import InexactError, LossError, SyncError
 from wholebatch.loss import Answer, Count, TermKey, read
 from wholebatch.memory import offloaded
 from wholebatch.norms import pooled
 from wholebatch.options import Options, checked
 from wholebatch.precision import Gradients, device_of, leaves_of, nodes_of, precise
 from wholebatch.ranks import ranks_of
+from wholebatch.reach import named_leaves
 from wholebatch.recovery import Recovery, Redo
 from wholebatch.refusals import refuse_inexact
 from wholebatch.sizes import Auto, Size
@@ -216,6 +217,7 @@ class _Run:
             self.travel = self._without_reducer(auto)
         self.single = len(pieces) < 2 and auto is None and self.travel is Travel.LAST
         self.explored = self.single and not distributed
+        self.settled_buffers = self.explored or options.get("batch_norm") is not None
         gradients.include(ranks.leaves())
 
     def pending(self) -> Pending:
@@ -223,7 +225,7 @@ class _Run:
         items = self.options.get("items")
         if self.whole is not None:
             self.whole.forward(self.pieces)
-        state = None if self.explored else State(self.model)
+        state = self.start = None if self.explored else State(self.model)
         known = None if items is None else self._stated(items)
         if known is None and self.whole is not None and self.ranks.world > 1:
             known = self._counted()  # gradients of shared statistics add up only if divided by the same numbers
@@ -330,14 +332,18 @@ class _Run:
         self.ranks.attend()
         if answer is not None and not self.explored:
             self._explore(answer)
+        if not self.settled_buffers:
+            self._refuse_moved_buffers()
         return answer
 
     def _explore(self, answer: Answer) -> None:
         """Find leaves outside of the model that the window will add to, so that they are mended too."""
         self.explored = True
+        own = {id(parameter) for parameter in self.model.parameters()}
         leaves = leaves_of(weighted for weighted, _ in _factors(answer).values())
-        found = self.gradients.include(leaf for leaf in leaves if not self.ranks.owns(leaf))
-        foreign = [leaf for leaf in found if isinstance(leaf, nn.Parameter)]
+        foreign = [leaf for leaf in leaves if id(leaf) not in own and not self.ranks.owns(leaf)]
+        self.gradients.include([*foreign, *named_leaves(self.loss_fn)])
+        foreign = [leaf for leaf in foreign if isinstance(leaf, nn.Parameter)]
         if foreign and self.ranks.world > 1:
             raise SyncError(
                 f"The loss reaches {len(foreign)} parameters outside of the wrapped model (first: shape "
@@ -393,11 +399,28 @@ class _Run:
                 look(piece)
             else:
                 self.recovery.run(piece, tally, look)
-        return self._known(tally.sums(), "The counting pass", counted_divisors)
+        sums = tally.sums()
+        before = sums if self.recovery is None else None  # in other pieces, other dropout is drawn
+        return self._known(sums, "The counting pass", counted_divisors, before)
 
-    def _known(self, here: Sums, source: str, of: Callable[[Sums, Answer], Divisors]) -> Denominators:
+    def _known(
+        self, here: Sums, source: str, of: Callable[[Sums, Answer], Divisors], before: Sums | None = None
+    ) -> Denominators:
         everywhere = self.ranks.agree(Status.READY, here).sums
-        return Known(partial(of, everywhere), partial(of, here), source)
+        return Known(partial(of, everywhere), partial(of, here), source, before)
+
+    def _refuse_moved_buffers(self) -> None:
+        """Look once, after the first forward, whether the model keeps running values of its own."""
+        self.settled_buffers = True
+        moved = self.start.moved(self.model) if self.start is not None and len(self.pieces) > 1 else []
+        if moved:
+            assert self.start is not None
+            self.start.restore()
+            raise InexactError(
+                f"A forward moves {len(moved)} buffers of the model (first: {moved[0]!r}), which then follow each of "
+                f"{len(self.pieces)} micro-batches instead of the batch, and what is computed from them too. Choose "
+                'batch_norm="micro" to go on all the same, or put the module that owns them into eval mode.'
+            )
 
     def _refuse_constant(self, answer: Answer, outputs: Sequence[Tensor]) -> None:
         counts = [term.count for term in answer.terms.values() if term.kind not in KNOWN]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +28,7 @@ class State:
         self._devices = [(device, _generator_state(device)) for device in _accelerators(model)]
         numpy = sys.modules.get("numpy")
         self._numpy: Any = None if numpy is None else numpy.random.get_state()
-        self._buffers = [(m, name, b, b.detach().clone()) for m, name, b in _buffers(model if buffers else None)]
+        self._buffers = _held(model if buffers else None)
 
     def restore(self) -> None:
         """Go back to the moment of the snapshot; buffers keep their identity."""
@@ -38,10 +38,15 @@ class State:
     @torch.no_grad()
     def restore_buffers(self) -> None:
         """Go back to the buffers alone and leave the random state as it is now."""
-        for module, name, buffer, saved in self._buffers:
-            buffer.copy_(saved)
-            if getattr(module, name) is not buffer:
-                setattr(module, name, buffer)
+        for held in self._buffers:
+            held.buffer.copy_(held.saved)
+            if getattr(held.module, held.name) is not held.buffer:
+                setattr(held.module, held.name, held.buffer)
+
+    def moved(self, model: nn.Module) -> list[str]:
+        """Name the buffers of real numbers that a forward has changed since; on a device, those changed in place."""
+        paths = {id(module): f"{path}." if path else "" for path, module in model.named_modules()}
+        return [paths[id(held.module)] + held.name for held in self._buffers if held.moved()]
 
     def restore_random(self) -> None:
         """Go back to the random state alone and leave the buffers as they are now."""
@@ -53,9 +58,32 @@ class State:
             sys.modules["numpy"].random.set_state(self._numpy)
 
 
-def _buffers(model: nn.Module | None) -> list[tuple[nn.Module, str, Tensor]]:
+class _Held(NamedTuple):
+    """One buffer, what it held, and how often it had been written to."""
+
+    module: nn.Module
+    name: str
+    buffer: Tensor
+    saved: Tensor
+    version: int
+
+    def moved(self) -> bool:
+        now = getattr(self.module, self.name)
+        if now is None or not now.is_floating_point() or now.shape != self.saved.shape:
+            return False  # a counter, or a cache that grew
+        if now.device.type != "cpu":
+            return now is not self.buffer or now._version != self.version
+        return not bool(((now == self.saved) | (now.isnan() & self.saved.isnan())).all())
+
+
+def _held(model: nn.Module | None) -> list[_Held]:
     modules = () if model is None else model.modules()
-    return [(m, name, b) for m in modules for name, b in m.named_buffers(recurse=False) if not b.is_meta]
+    return [
+        _Held(module, name, buffer, buffer.detach().clone(), buffer._version)
+        for module in modules
+        for name, buffer in module.named_buffers(recurse=False)
+        if not buffer.is_meta
+    ]
 
 
 def _accelerators(model: nn.Module | None) -> list[torch.device]:
