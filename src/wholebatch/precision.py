@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -101,13 +102,13 @@ class Gradients:
     def zero(self) -> None:
         """Write zeros into the window's sum, whatever it holds."""
         for total in self.held():
-            total.zero_()
+            local(total).zero_()
 
     def mask(self, alive: Tensor) -> None:
         """Write zeros into the window's sum unless a truth value on the device holds, without reading it."""
         for total in self.held():
             if not total.is_sparse:
-                total.masked_fill_(~alive.to(total.device), 0)
+                local(total).masked_fill_(~alive.to(total.device), 0)
 
     @torch.no_grad()
     def merge(self) -> None:
@@ -209,7 +210,7 @@ def scale_(grads: Sequence[Tensor], factor: Count) -> None:
     A factor rounded to bfloat16 would be off by up to 0.4 % for the whole gradient, so halves go through float32.
     """
     dense: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for grad in grads:
+    for grad in map(local, grads):
         if grad.is_sparse:
             grad.mul_(_on(factor, grad.device, grad.dtype.to_real()))
         elif is_half(grad):
@@ -222,26 +223,40 @@ def scale_(grads: Sequence[Tensor], factor: Count) -> None:
 
 @torch.no_grad()
 def total_norm(grads: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Measure the 2-norm of all gradients together, over dtypes and devices.
+    """Measure the 2-norm of all gradients together, over dtypes, devices and shards.
 
     Each tensor's norm is taken in float32 or better, sparse gradients are coalesced first (duplicate indices would
-    count apart), and the norms are joined in float64 where the device has it.
+    count apart), and the norms are joined in float64 where the device has it. Shards are joined over their ranks.
 
     Returns:
         One number, on the given device.
     """
     if not grads:
         return torch.zeros((), device=device)
-    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    groups: dict[tuple[Any, ...], list[Tensor]] = {}
     for grad in grads:
         values = grad.coalesce().values() if grad.is_sparse else grad
-        groups.setdefault((values.device, values.dtype), []).append(values)
-    norms: list[Tensor] = []
-    for (_, dtype), group in groups.items():
+        groups.setdefault((_shards_of(values), values.device, values.dtype), []).append(local(values))
+    squares: list[Tensor] = []
+    for (shards, _, dtype), group in groups.items():
         wide = dtype if dtype.is_complex else torch.promote_types(dtype, torch.float32)
-        norms += [norm.real.to(device, precise(device)) for norm in torch._foreach_norm(group, 2, dtype=wide)]
-    joined: Tensor = torch.linalg.vector_norm(torch.stack(norms))
-    return joined
+        norms = [norm.real.to(device, precise(device)) for norm in torch._foreach_norm(group, 2, dtype=wide)]
+        squares.append(torch.stack(norms).square().sum())
+        for ranks in shards:
+            torch.distributed.all_reduce(squares[-1], group=ranks)
+    return torch.stack(squares).sum().sqrt()
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a tensor that is spread over ranks, else the tensor itself."""
+    part: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return part
+
+
+def _shards_of(tensor: Any) -> tuple[Any, ...]:
+    """The process groups over which a tensor is cut."""
+    placements = getattr(tensor, "placements", ())
+    return tuple(tensor.device_mesh.get_group(i) for i, place in enumerate(placements) if place.is_shard())
 
 
 def precise(device: torch.device) -> torch.dtype:

@@ -31,9 +31,9 @@ class DataParallelRanks(Peers):
         group: dist.ProcessGroup = model.process_group
         super().__init__([group], message_device(group, device_of(model.module)))
         self._model = model
-        self.travel = Travel.EVERY if every else Travel.LAST
         self.views = bool(model.gradient_as_bucket_view)
         self._learns_graph = model.static_graph and not model._static_graph_delay_allreduce_enqueued
+        self.travel = Travel.EVERY if every or self._learns_graph else Travel.LAST
 
     def __enter__(self) -> Ranks:
         super().__enter__()
@@ -46,7 +46,7 @@ class DataParallelRanks(Peers):
         return self
 
     def __exit__(self, *error: Any) -> None:
-        if self._learns_graph:  # no backward was armed
+        if self._learns_graph:  # no backward came that far
             self._model._static_graph_delay_allreduce_enqueued = False
         super().__exit__(*error)
 

@@ -41,6 +41,7 @@ class ShardedRanks(Peers):
         groups = [mesh.get_group(dimension) for dimension in range(mesh.ndim)]
         super().__init__(groups, message_device(groups[0], device_of(model)))
         self._model = model
+        self._plain = [p for p in model.parameters() if p.requires_grad and not isinstance(p, DTensor)]
         self._modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
         self._settings: list[tuple[Any, str, Any]] = []
 
@@ -65,9 +66,8 @@ class ShardedRanks(Peers):
 
     def reduce(self, gradients: Gradients) -> None:
         """Average what FSDP does not manage: parameters of the model that are not sharded."""
-        plain = [p for p in self._model.parameters() if p.requires_grad and not isinstance(p, DTensor)]
-        if plain:
-            self.average(gradients.held(self.complete(gradients, plain)))
+        if self._plain:
+            self.average(gradients.held(self.complete(gradients, self._plain)))
 
     def _roots(self) -> list[FSDPModule]:
         inner = {id(part) for module in self._modules for part in module.modules() if part is not module}
@@ -143,7 +143,8 @@ class WholeShards(ShardedRanks):
         parts = mesh.size(dimension)
         packed = torch.cat([_in_parts(total, _cut_of(shard), parts) for shard, total in pairs], dim=1)
         mine = packed.new_empty(packed.shape[1])
-        dist.reduce_scatter_tensor(mine, packed.flatten().div_(self.world), group=mesh.get_group(dimension))
+        scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # its name before 2.13
+        scatter(mine, packed.flatten().div_(self.world), group=mesh.get_group(dimension))
         for other in range(mesh.ndim):
             if other != dimension:
                 dist.all_reduce(mine, group=mesh.get_group(other))
