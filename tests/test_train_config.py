@@ -79,7 +79,9 @@ def test_a_config_that_is_not_there_is_named(tmp_path: Path) -> None:
         load(tmp_path / "missing.yaml")
 
 
-def test_paths_become_absolute_so_that_a_run_can_go_on_from_anywhere(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_paths_become_absolute_so_that_a_run_can_go_on_from_anywhere(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.chdir(tmp_path)
     settled = absolute(Config(data=Path("notes"), model=None))
     assert (settled.data, settled.model) == (tmp_path / "notes", None)

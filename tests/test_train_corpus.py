@@ -14,7 +14,9 @@ from wholebatch.train import DataError, corpus
 def sources(tmp_path: Path) -> Path:
     folder = tmp_path / "library"
     (folder / "package" / "test").mkdir(parents=True)
-    (folder / "one.py").write_text('"""A module."""\nclass C:\n    """A class."""\n    def f(self):\n        """A method."""\n')
+    (folder / "one.py").write_text(
+        '"""A module."""\nclass C:\n    """A class."""\n    def f(self):\n        """A method."""\n'
+    )
     (folder / "package" / "two.py").write_text('async def g():\n    "A coroutine."\n    def h():\n        "Inside."\n')
     (folder / "package" / "again.py").write_text('"""A module."""\n')
     (folder / "package" / "test" / "three.py").write_text('"""Left out."""\n')

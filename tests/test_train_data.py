@@ -37,7 +37,10 @@ def test_a_text_file_has_a_row_a_paragraph_if_asked(tmp_path: Path) -> None:
 
 
 def test_a_line_ends_at_a_newline_and_nowhere_else(tmp_path: Path) -> None:
-    assert read_texts(written(tmp_path, "a.txt", "one\u2028still one\x0cstill\ntwo")) == ["one\u2028still one\x0cstill", "two"]
+    assert read_texts(written(tmp_path, "a.txt", "one\u2028still one\x0cstill\ntwo")) == [
+        "one\u2028still one\x0cstill",
+        "two",
+    ]
 
 
 def test_json_lines_give_the_named_column(tmp_path: Path) -> None:

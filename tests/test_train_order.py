@@ -35,7 +35,11 @@ def test_a_batch_that_cannot_be_met_is_refused() -> None:
 
 @pytest.mark.parametrize(
     ("rows", "batch", "expected"),
-    [(128, 64, "128 rows = 2 batches of 64"), (1800, 64, "1,800 rows = 28 batches of 64 + 1 of 8"), (5, 5, "5 rows = 1 batch of 5")],
+    [
+        (128, 64, "128 rows = 2 batches of 64"),
+        (1800, 64, "1,800 rows = 28 batches of 64 + 1 of 8"),
+        (5, 5, "5 rows = 1 batch of 5"),
+    ],
 )
 def test_the_short_last_batch_of_an_epoch_is_said(rows: int, batch: int, expected: str) -> None:
     assert str(Order(rows, batch, seed=0)) == expected

@@ -70,7 +70,10 @@ def test_words_that_contradict_each_other_are_refused_with_the_numbers(
         ({"batch": 130, "rows": 4}, "batch 130 = 4 rows x 32 pieces + 1 piece of 2 rows"),
         ({"batch": 3, "rows": 4}, "batch 3 = 1 piece of 3 rows"),
         ({"batch": 60, "rows": 4, "ranks": 4}, "batch 60 = (4 rows x 3 pieces + 1 piece of 3 rows) x 4 ranks"),
-        ({"batch": 130, "rows": 4, "ranks": 4}, "batch 130 = 33 + 33 + 32 + 32 rows on 4 ranks, in pieces of at most 4 rows"),
+        (
+            {"batch": 130, "rows": 4, "ranks": 4},
+            "batch 130 = 33 + 33 + 32 + 32 rows on 4 ranks, in pieces of at most 4 rows",
+        ),
         ({"batch": 64, "rows": None, "tokens": 4096}, "batch 64 = 64 rows, in pieces of at most 4096 tokens"),
         (
             {"batch": 64, "rows": None, "ranks": 2, "tokens": 4096},

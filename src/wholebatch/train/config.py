@@ -69,7 +69,8 @@ class Config:
     epochs: int = 2
     """Passes over the training rows."""
     lr: float | None = None
-    """Peak learning rate. Left out: 0.005 for our own models, 0.00005 for a model folder."""
+    """Peak learning rate. Left out: 0.01 for our own language model, 0.003 for our classifiers, 0.00005 for a model
+    folder."""
     warmup: int = 10
     """Steps over which the learning rate rises to its peak."""
     schedule: Literal["cosine", "constant"] = "cosine"

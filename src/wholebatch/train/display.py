@@ -42,8 +42,11 @@ class Plain:
         self.shown = 0.0
 
     def note(self, label: str, text: str) -> None:
-        """Write one fact; further lines of its text are set below the first."""
-        first, *more = text.split("\n")
+        """Write one fact; further lines of its text are set below the first.
+
+        A model that has just begun to learn writes any byte: what would command the terminal is shown as a dot.
+        """
+        first, *more = "".join(sign if sign.isprintable() or sign == "\n" else "·" for sign in text).split("\n")
         self.write("\n".join([f"{label:<12}{first}", *(f"{'':<12}{line}" for line in more)]))
 
     def step(self, record: dict[str, Any]) -> None:
@@ -93,7 +96,7 @@ class Terminal(Plain):
 
     def write(self, text: str) -> None:
         """Write above the bar."""
-        self.console.print(text, markup=False, soft_wrap=True)
+        self.console.print(text, markup=False, emoji=False, soft_wrap=True)
 
 
 def choose() -> Display:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from wholebatch.errors import WholeBatchError
 
 
-class ConfigError(WholeBatchError, ValueError):
+class ConfigError(WholeBatchError):
     """A setting is unknown, misspelt, contradicts another, or cannot be met."""
 
 
-class DataError(WholeBatchError, ValueError):
+class DataError(WholeBatchError):
     """A data file is missing, empty, or holds something that is not what was asked for."""
 
 
-class RunError(WholeBatchError, RuntimeError):
+class RunError(WholeBatchError):
     """A run folder or its checkpoint cannot be used as it is, or cannot be written."""

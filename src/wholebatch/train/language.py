@@ -117,9 +117,12 @@ class HuggingFace:
         return logits
 
     def proceed(self, model: Any, prompt: str, length: int) -> str:
-        """Take the likeliest token, again and again."""
+        """Take the likeliest token, again and again, as far as the model has positions."""
         given = self.tokenizer(prompt, return_tensors="pt").to(model.device)
-        drawn = model.generate(**given, max_new_tokens=length, do_sample=False, use_cache=True, pad_token_id=self.end)
+        room = min(length, self.context - given["input_ids"].shape[1])
+        if room < 1 or not given["input_ids"].numel():
+            return prompt
+        drawn = model.generate(**given, max_new_tokens=room, do_sample=False, use_cache=True, pad_token_id=self.end)
         return self.decode(drawn[0].tolist())
 
     def export(self, folder: Path) -> None:

@@ -1,0 +1,152 @@
+"""The program as a user types it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from wholebatch import __version__
+from wholebatch.cli import main
+
+TINY = "--width 8 --layers 1 --heads 2 --batch-size 6 --steps 2 --warmup 1 --device cpu --held-out 0.3".split()
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> Path:
+    path = tmp_path / "texts.txt"
+    path.write_text("\n".join("word " * (1 + i % 5) + str(i) for i in range(30)))
+    return path
+
+
+def test_the_version_and_the_commands_are_said(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"wholebatch {__version__}\n"
+    assert main(["--help"]) == main([]) == 0
+    assert "wholebatch train [CONFIG.yaml] [flags]" in capsys.readouterr().out
+
+
+def test_the_environment_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["env"]) == 0
+    said = capsys.readouterr().out
+    for word in (__version__, sys.executable, "torch", "devices", "threads"):
+        assert word in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["trian"], "wholebatch: there is no command 'trian'. Did you mean 'train'? See: wholebatch --help\n"),
+        (["fly"], "wholebatch: there is no command 'fly'. See: wholebatch --help\n"),
+        (["env", "now"], "wholebatch: env takes no arguments, but got now.\n"),
+    ],
+    ids=str,
+)
+def test_an_unknown_command_names_the_nearest(
+    arguments: list[str], expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    assert capsys.readouterr() == ("", expected)
+
+
+def test_a_run_is_trained_with_flags(texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--data", str(texts), "--out", str(tmp_path / "run"), "--no-proof", *TINY]) == 0
+    assert "2/2" in capsys.readouterr().out
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == 2
+
+
+def test_a_run_is_trained_with_a_file_and_flags_go_before_it(texts: Path, tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text(f"data: {texts}\nproof: false\nsteps: 1\nlr: 5e-3\nout: {tmp_path / 'run'}\n")
+    assert main(["train", str(file), *TINY]) == 0
+    record = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
+    assert (record["step"], record["lr"]) == (2, pytest.approx(0.1 * 5e-3 + 0.9 * 5e-3))
+
+
+def test_a_configuration_that_was_written_starts_the_same_run(texts: Path, tmp_path: Path) -> None:
+    flags = ["--data", str(texts), "--no-proof", *TINY]
+    assert main(["train", "--out", str(tmp_path / "one"), *flags]) == 0
+    assert main(["train", str(tmp_path / "one" / "config.yaml"), "--out", str(tmp_path / "two")]) == 0
+    one, two = ((tmp_path / name / "checkpoint" / "model.safetensors").read_bytes() for name in ("one", "two"))
+    assert one == two
+
+
+def test_help_shows_every_flag_with_what_it_means(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["train", "--help"])
+    assert ended.value.code == 0
+    said = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    for flag in ("--batch-size", "--micro-batch-size", "--max-tokens", "--resume", "--gradient-accumulation-steps"):
+        assert flag in said
+    assert "The batch you mean: the rows of one optimizer step, over all ranks." in said
+
+
+def test_a_misspelt_flag_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["train", "--batchsize", "4"])
+    assert ended.value.code == 2
+    assert "--batch-size" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--data", "missing.txt"], "missing.txt cannot be read: No such file or directory."),
+        (["missing.yaml"], "The config missing.yaml cannot be read"),
+        (["--resume", "missing"], "missing holds no run: config.yaml is missing."),
+        (["--lr", "-1"], "lr is -1.0; it must be a positive number."),
+        (["--resume", "missing", "--lr", "1"], "A resumed run keeps its settings, but lr was given too. Leave it out."),
+        (["--batch-size", "10", "--gradient-accumulation-steps", "4"], "10 / 4 = 2.5. Choose batch_size 8 or 12"),
+    ],
+    ids=str,
+)
+def test_a_mistake_is_one_line_without_a_traceback(
+    arguments: list[str],
+    expected: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", *arguments]) == 1
+    said = capsys.readouterr()
+    assert said.err.startswith("wholebatch: ") and expected in said.err and said.err.count("\n") == 1
+    assert list(tmp_path.iterdir()) == [], "nothing is left behind"
+
+
+def test_a_folder_that_cannot_be_written_is_named(
+    texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", "--data", str(texts), "--out", str(texts / "run"), *TINY]) == 1
+    assert "config.yaml could not be written: Not a directory" in capsys.readouterr().err
+
+
+def test_ctrl_c_ends_a_run_with_a_checkpoint_and_the_status_that_shells_expect(texts: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    flags = ["--data", str(texts), "--out", str(run), *TINY, "--steps", "100000"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "wholebatch", "train", *flags], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    deadline = time.monotonic() + 60
+    while not (run / "metrics.jsonl").exists():
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.01)
+    os.kill(process.pid, signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert err == ""
+    assert f"wholebatch train --resume {run}" in out
+    assert (run / "checkpoint" / "checkpoint.json").exists()
+
+
+def test_the_module_is_the_program() -> None:
+    command = [sys.executable, "-m", "wholebatch", "--version"]
+    assert subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout == (
+        f"wholebatch {__version__}\n"
+    )
