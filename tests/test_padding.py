@@ -198,7 +198,7 @@ def test_a_loss_that_counts_padding_keeps_its_gradient() -> None:
 
 def test_rows_can_be_given_with_their_lengths() -> None:
     x = torch.tensor([[5, 6, 0, 0, 0], [7, 8, 9, 0, 0], [1, 0, 0, 0, 0]])
-    batch = (x, torch.tensor([2, 3, 1]))
+    batch = (x, torch.tensor([2.0, 3.0, 1.0]))
     pieces = [piece.load() for piece in pieces_of(batch, wb.Tokens(1, length="0", mask="1"))]
     assert [(piece[0].tolist(), piece[1].tolist()) for piece in pieces] == [
         ([[7, 8, 9]], [3]),
@@ -228,9 +228,10 @@ def test_a_named_tensor_that_goes_whole_is_trimmed_too() -> None:
         (wb.Tokens(8, mask="square"), "no .rows, length. mask"),
         (wb.Tokens(8, length="features"), r"length= names 'features' \(2, 3\), but rows are 4 wide"),
         (wb.Tokens(8, length="nothing"), "Rows are 4 wide .* but no tensor is"),
-        (wb.Tokens(8, length=len), "takes the length of one sample, but this batch is padded already"),
+        (wb.Tokens(8, length=len), "is for single samples, but this batch is padded already"),
+        (wb.Tokens(8, packed=True), "is for single samples, but this batch is padded already"),
     ],
-    ids=["no mask", "square", "width", "name", "function"],
+    ids=["no mask", "square", "width", "name", "function", "packed"],
 )
 def test_what_is_missing_is_named(tokens: Any, message: str) -> None:
     batch = {**padded([2, 4]), "features": torch.zeros(2, 3), "square": torch.ones(2, 4, 4)}

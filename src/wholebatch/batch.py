@@ -285,7 +285,8 @@ def _rebuilt(value: Any, parts: list[Any]) -> Any:
         return of_type(value, parts)
     new = copy.copy(value)
     for field, part in zip(dataclasses.fields(value), parts, strict=True):
-        object.__setattr__(new, field.name, part)  # frozen ones too, and without running __init__ a second time
+        # Works for frozen ones too, and does not run __init__ a second time.
+        object.__setattr__(new, field.name, part)
     return new
 
 
@@ -293,7 +294,8 @@ def _rebuilt_mapping(value: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
     if type(value) is dict:
         return items
     if not isinstance(value, MutableMapping) or hasattr(type(value), "encodings"):
-        kind: Any = type(value)  # a BatchEncoding's encodings are of all rows: without them it refuses word_ids()
+        # The encodings that a BatchEncoding keeps are those of all rows; made without them, it refuses word_ids().
+        kind: Any = type(value)
         return kind(items)
     new = copy.copy(value)  # keeps a default factory and whatever else a subclass holds
     for key, item in items.items():

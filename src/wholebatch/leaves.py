@@ -81,6 +81,7 @@ class Dense(Array):
         """Return a view where the rows lie together, else a copy."""
         if isinstance(index, slice) and value.layout is torch.strided:
             return value[index]
+        # Sparse tensors know no slices.
         places = list(range(len(value))[index]) if isinstance(index, slice) else index
         return value.index_select(0, torch.tensor(places, dtype=torch.long, device=value.device))
 
@@ -98,7 +99,7 @@ class Packed(Kind):
 
     def cut(self, value: PackedSequence, index: Index) -> PackedSequence:
         """Pack the chosen sequences anew."""
-        rows = unpack_sequence(value)
+        rows = unpack_sequence(value)  # in the order in which they were packed
         return pack_sequence(Entries().cut(rows, index), enforce_sorted=False)
 
     def join(self, values: list[PackedSequence]) -> PackedSequence:

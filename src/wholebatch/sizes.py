@@ -122,9 +122,10 @@ def pack(lengths: Sequence[int], budget: int) -> list[list[int]]:
         >>> pack([5, 90, 6, 100], budget=105)
         [[0, 3], [1, 2]]
     """
-    pieces: list[list[int]] = [[] for _ in lengths]
+    pieces: list[list[int]] = [[] for _ in lengths]  # as many as can be needed, all empty
     leaves = 1 << (len(lengths) - 1).bit_length()
-    room = [budget] * (2 * leaves)  # a binary tree from 1 down: the most room in any piece below
+    # A binary tree, its root at 1: the most room in any piece below. The first piece with room is found in O(log n).
+    room = [budget] * (2 * leaves)
     for row in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):
         length = min(max(1, lengths[row]), budget)
         place = 1
@@ -200,11 +201,9 @@ class Tokens:
 
     def plan(self, lengths: Sequence[int]) -> list[list[int]]:
         """Cut rows of these lengths: row numbers of each piece, the piece with the longest row first."""
-        return (
-            pack(lengths, self.budget)
-            if self.packed
-            else plan(lengths, self.budget, self.cost or Cost(overhead=self.overhead))
-        )
+        if self.packed:
+            return pack(lengths, self.budget)
+        return plan(lengths, self.budget, self.cost or Cost(overhead=self.overhead))
 
     def lengths(self, samples: Iterable[Any]) -> list[int]:
         """Return the length of each sample in tokens.
@@ -276,6 +275,7 @@ class Auto:
         Args:
             failed: what the piece held (rows, or padded tokens), where that was less than the size.
         """
+        # Memory may have run out on less than the size: on a last piece, or after others have taken their share.
         self._limit = max(1, min(self._limit, failed or self._limit) // 2)
         self._quiet = 0
         self._stretch = min(2 * self._stretch, LONGEST_STRETCH)
@@ -350,7 +350,9 @@ def _best_ends(longest: Sequence[int], budget: int, cost: Cost) -> list[int]:
             return reach[old] + 1
         return max(new + 1, int(deficit // gain) + 1) if deficit > 0 else new + 1
 
-    stretches: deque[tuple[int, int]] = deque([(0, 1)])  # (start, the first end for which it is the best)
+    # (start, the first end for which it is best), both rising: a later start pads less, and reaches further, so once
+    # it is better it stays better.
+    stretches: deque[tuple[int, int]] = deque([(0, 1)])
     for end in range(1, count + 1):
         while len(stretches) > 1 and stretches[1][1] <= end:
             stretches.popleft()

@@ -232,10 +232,10 @@ def _runs(rows: int, size: int) -> list[range]:
 def _pieces_by_tokens(nest: Nest, tokens: Tokens) -> list[Piece]:
     if nest.leaves[0].path == "" and isinstance(nest.leaves[0].kind, Entries):  # the batch is a list of samples
         return _planned(nest.take, tokens.lengths(nest.batch), tokens)
-    if callable(tokens.length):
+    if callable(tokens.length) or tokens.packed:
         raise SplitError(
-            f"{tokens} takes the length of one sample, but this batch is padded already. Give a list of samples with "
-            "collate=, or leave length= out: the mask knows the lengths."
+            f"{tokens} is for single samples, but this batch is padded already. Give a list of samples with collate=, "
+            "or leave length= and packed= out: the mask of a padded batch knows the lengths."
         )
     padding = Padding(nest, tokens.mask, tokens.names)
 
