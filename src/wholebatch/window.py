@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import count, islice
-from typing import Any, SupportsIndex, TypeAlias, overload
+from typing import Any, Generic, SupportsIndex, TypeAlias, overload
+
+from typing_extensions import TypeVar
 
 from wholebatch.batch import Nest
 from wholebatch.errors import SplitError
@@ -12,11 +14,12 @@ from wholebatch.leaves import Entries, kind_of
 from wholebatch.padding import Padding
 from wholebatch.sizes import Auto, Size, Tokens, whole_number
 
+T = TypeVar("T", default=Any)
 Schedule: TypeAlias = "int | Sequence[int] | Callable[[int], int]"
 Collate: TypeAlias = "Callable[[list[Any]], Any] | None"
 
 
-class Window(list[Any]):
+class Window(list[T], Generic[T]):
     """The micro-batches of one optimizer step, ready-made: a list that says so.
 
     A plain list is a structure of fields; a window is run micro-batch by micro-batch.
@@ -32,15 +35,15 @@ class Window(list[Any]):
         return f"Window of {len(self)}"
 
     @overload
-    def __getitem__(self, place: SupportsIndex, /) -> Any: ...
+    def __getitem__(self, place: SupportsIndex, /) -> T: ...
     @overload
-    def __getitem__(self, place: slice, /) -> Window: ...
+    def __getitem__(self, place: slice, /) -> Window[T]: ...
     def __getitem__(self, place: SupportsIndex | slice, /) -> Any:
         """Return a micro-batch, or those of a slice as a window of their own."""
         return Window(super().__getitem__(place)) if isinstance(place, slice) else super().__getitem__(place)
 
 
-def windows(loader: Iterable[Any], k: Schedule) -> Iterator[Window]:
+def windows(loader: Iterable[T], k: Schedule) -> Iterator[Window[T]]:
     """Gather the micro-batches of a loader into windows of ``k``; the last may be short.
 
     Every micro-batch comes once, in order, and none is dropped. The loader needs no length and is read once; a
@@ -157,7 +160,7 @@ def pieces_of(batch: Any, size: Size = None, *, whole: Sequence[str] = (), colla
     return _ready_made(batch, whole)
 
 
-def _windows(loader: Iterable[Any], sizes: Callable[[int], int]) -> Iterator[Window]:
+def _windows(loader: Iterable[T], sizes: Callable[[int], int]) -> Iterator[Window[T]]:
     micro_batches = iter(loader)
     for number in count():
         first = list(islice(micro_batches, 1))  # before the schedule is asked: it may end with the loader
