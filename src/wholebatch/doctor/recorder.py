@@ -44,6 +44,7 @@ class Recorder:
         self.average_source: int | None = None
         self.switch = AverageSwitch(AverageWatch(self.number_of, self.averaged))
         self.hunted = False
+        self.roots: list[str] = []
         self.keep_batches = False
         self.batches: list[Any] = []
 
@@ -82,10 +83,17 @@ class Recorder:
         self.depth += 1
         if self.depth == 1 and next(module.parameters(), None) is not None:
             self.stop_if_enough()
-            self.parameters.add_module(module)
+            self.parameters.add_module(module, self.prefix_of(module))
             self.forward = Forward(training=module.training, grad=torch.is_grad_enabled(), model=type(module).__name__)
             self.forward.site = site_of(inspect.currentframe())
             self.random = random_states()
+
+    def prefix_of(self, module: nn.Module) -> str:
+        """Return what the names of a further module's parameters begin with: the first one's stand alone."""
+        known = len(self.roots)
+        if id(module) not in self.parameters.modules:
+            self.roots.append(type(module).__name__)
+        return f"{type(module).__name__} {known + 1}." if known else ""
 
     def leave_module(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Note what kind of part ran, and close the event at the outermost one."""

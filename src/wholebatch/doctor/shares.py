@@ -6,9 +6,11 @@ A right window gives every item the same factor. With ``a`` the sum of all facto
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import statistics
 
+from .site import Site
 from .story import Piece, Story, Window
 from .trace import Term
 
@@ -30,19 +32,35 @@ class Division:
     """How one term of the loss is divided in one window, over all ranks.
 
     world: how many ranks the gradients are averaged over afterwards.
+    lengths: how many pieces the windows of this optimizer have, the usual number first.
     after: what the gradients were multiplied by between the last backward and the step.
     """
 
     shares: list[Share]
     windows: list[Window]
     world: int
-    usual: int
+    lengths: list[int]
     after: float
 
     @property
     def length(self) -> int:
         """The pieces of a rank (the longest rank's)."""
         return max(sum(share.rank == rank for share in self.shares) for rank in {share.rank for share in self.shares})
+
+    @property
+    def alone(self) -> bool:
+        """Whether the loss has this one term only."""
+        return all(len(share.piece.backward.terms) == 1 for share in self.shares)
+
+    @property
+    def cached(self) -> bool:
+        """Whether each piece computes a pairing loss over more rows than its own: the others' features are cached."""
+        return all(share.term.paired and 0 < share.piece.rows < share.term.total for share in self.shares)
+
+    @property
+    def site(self) -> Site | None:
+        """The user's line that makes the loss: inside a framework's loop the forward's, else the backward's."""
+        return self.shares[-1].piece.site
 
     @property
     def is_mean(self) -> bool:
@@ -117,8 +135,8 @@ def divisions(stories: list[Story]) -> list[Division]:
             group = [window for story in stories if (window := window_at(story, place, number)) is not None]
             if not group:
                 continue
-            usual = max(story.usual_length(list(story.windows)[place]) for story in stories[: len(group)])
-            found += of_window(group, [story.trace.rank for story in stories], usual, spread(stories))
+            lengths = lengths_of(stories, place)
+            found += of_window(group, [story.trace.rank for story in stories], lengths, spread(stories))
     return found
 
 
@@ -140,7 +158,14 @@ def forwards_of(windows: list[Window]) -> list[object]:
     return [forward for window in windows for piece in window.pieces for forward in piece.forwards]
 
 
-def of_window(group: list[Window], ranks: list[int], usual: int, world: int) -> list[Division]:
+def lengths_of(stories: list[Story], place: int) -> list[int]:
+    """Return the numbers of pieces that windows of the optimizer at this place have, the most frequent first."""
+    windows = [w for story in stories for w in story.windows.get(list(story.windows)[place], []) if w.pieces]
+    counts = collections.Counter(window.length for window in windows)
+    return sorted(counts, key=lambda length: (-counts[length], -length)) or [0]
+
+
+def of_window(group: list[Window], ranks: list[int], lengths: list[int], world: int) -> list[Division]:
     """Return one division for each term that the pieces of a window have in common."""
     keyed: dict[tuple[object, ...], list[Share]] = {}
     for rank, window in zip(ranks, group, strict=False):
@@ -150,7 +175,7 @@ def of_window(group: list[Window], ranks: list[int], usual: int, world: int) -> 
                     key = (piece.backward.site, term.path, term.name)
                     keyed.setdefault(key, []).append(Share(rank, place, piece, term))
     after = rescaled(group[0]) if group else 1.0
-    return [Division(shares, group, world, usual, after) for shares in keyed.values()]
+    return [Division(shares, group, world, lengths, after) for shares in keyed.values()]
 
 
 def rescaled(window: Window) -> float:

@@ -8,6 +8,7 @@ import statistics
 import torch
 from torch import Tensor
 
+from .site import Site
 from .trace import Average, Backward, Clip, Epoch, Event, Forward, Scaler, Schedule, Step, Trace, ZeroGrad
 
 
@@ -22,6 +23,14 @@ class Piece:
     def rows(self) -> int:
         """The rows of the first forward that led here; 0 when none was seen."""
         return next((forward.rows or 0 for forward in self.forwards), 0)
+
+    @property
+    def site(self) -> Site | None:
+        """The user's line nearest to the loss: that of the forward where a framework calls backward."""
+        site = self.backward.site
+        if site is None or site.framework in (None, "accelerate") or not self.forwards or self.forwards[-1].site is None:
+            return site
+        return dataclasses.replace(self.forwards[-1].site, framework=site.framework)
 
 
 @dataclasses.dataclass
@@ -99,7 +108,7 @@ class Story:
 def read(trace: Trace) -> Story:
     """Return the windows of every optimizer that made a step, or tried to."""
     active = dict.fromkeys(event.optimizer for event in trace.of(Step))
-    active.update(dict.fromkeys(event.optimizer for event in trace.of(Scaler) if event.call == "step"))
+    active.update(dict.fromkeys(event.optimizer for event in trace.of(Scaler) if event.call != "update"))
     readers = {number: Reader(trace, number) for number in active if number in trace.optimizers}
     for reader in readers.values():
         reader.run()

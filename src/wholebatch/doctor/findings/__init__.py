@@ -25,6 +25,8 @@ FOLLOWERS = {
     "unscale-twice": {"clip-per-piece"},
     "loss-not-divided": {"mean-of-means", "rank-local-denominator"},
     "clip-per-piece": {"clip-before-unscale"},
+    "ranks-counted-twice": {"labels-counted-before-shift"},
+    "scaler-update-inside-window": {"mean-of-means"},
     "gradient-of-another-loss": {"zero-grad-missing"},
 }
 
@@ -52,7 +54,7 @@ def every(stories: list[Story]) -> Iterator[Finding]:
             yield from filter(None, (rule(story, window) for rule in WINDOW_RULES))
     for one in divisions(stories):
         site = one.shares[0].piece.backward.site
-        if site is None or site.framework != "wholebatch":
+        if not one.cached and (site is None or site.framework != "wholebatch"):
             yield from filter(None, (rule(one) for rule in division.RULES))
 
 

@@ -12,14 +12,17 @@ def not_divided(division: Division) -> Finding | None:
     """Each piece contributes a whole mean: the gradient grows with the number of pieces."""
     if not (division.is_mean and division.length > 1) or not undivided(division):
         return None
-    ratio = division.whole / own_weight(division)
+    other = divisor(division) if division.alone else 0
+    ratio = division.whole if other else division.whole / own_weight(division)
+    divided = f"divided by {other}, not by" if other else "not divided over"
+    part = "the loss" if division.alone else f"the term {division.shares[0].term.name} of the loss"
     return Finding(
         "loss-not-divided",
-        f"the loss is not divided over the {division.length} pieces of the window",
-        str(scale(ratio)),
-        ratio - 1,
-        division.shares[0].piece.backward.site,
-        scaled_backward(division.shares[0].piece.backward.site, f"/ {division.length}"),
+        f"{part} is {divided} the {division.length} pieces of the window",
+        str(scale(ratio)) + ("" if division.alone else ", for this term"),
+        abs(ratio - 1),
+        division.site,
+        scaled_backward(division.site, f"* {other} / {division.length}" if other else f"/ {division.length}"),
         "Each backward adds the gradient of a whole mean, so the sum grows with the number of pieces.",
     )
 
@@ -30,9 +33,8 @@ def undivided(division: Division) -> bool:
         return False
     if len({round(abs(share.term.factor), 9) for share in division.shares}) > 1:
         return False
-    lengths = {division.length, division.usual, division.length * division.world, division.usual * division.world}
-    related = any(contains(factors, 1 / length) for factors in division.factors() for length in lengths if length > 1)
-    return not related and not divisor(division)
+    lengths = {count * ranks for count in (division.length, *division.lengths) for ranks in (1, division.world)}
+    return not any(contains(factors, 1 / length) for factors in division.factors() for length in lengths if length > 1)
 
 
 def weighted(division: Division) -> bool:
@@ -60,7 +62,7 @@ def short_window(division: Division) -> Finding | None:
     full = divisor(division)
     if not division.is_mean or not 0 < division.length < full or near(division.whole, 1.0):
         return None
-    if full != division.usual and division.usual > 1:
+    if full not in division.lengths and max(division.lengths) > 1:
         return None
     if not near(division.whole, division.length / full):
         return None
@@ -71,8 +73,8 @@ def short_window(division: Division) -> Finding | None:
         f"{'the first' if first else 'a short'} window holds {division.length} of {full} pieces and is divided by {full}",
         str(scale(ratio)),
         (1 - ratio) * 0.9,
-        division.shares[-1].piece.backward.site,
-        scaled_backward(division.shares[-1].piece.backward.site, f"* {full} / pieces_in_this_window"),
+        division.site,
+        scaled_backward(division.site, f"* {full} / pieces_in_this_window"),
         "The window's own mean divides by the pieces it really holds.",
     )
 
@@ -80,12 +82,12 @@ def short_window(division: Division) -> Finding | None:
 def carried_over(division: Division) -> Finding | None:
     """A window holds more pieces than the number it is divided by: those of an unfinished window came along."""
     full = divisor(division)
-    if not division.is_mean or full < 2 or division.length <= full or full != division.usual:
+    if not division.is_mean or full < 2 or division.length <= full or full not in division.lengths:
         return None
     if not near(division.whole, division.length / full):
         return None
     ratio = division.length / full
-    site = division.shares[0].piece.backward.site
+    site = division.site
     return Finding(
         "carried-into-next-epoch",
         f"a window holds {division.length} pieces and is divided by {full}: {division.length - full} were left in .grad "
@@ -111,8 +113,8 @@ def mean_of_means(division: Division) -> Finding | None:
         f"pieces of {counts} items each weigh {weight_text(division)} of the window",
         str(size),
         max(size.error, 0.02),
-        division.shares[0].piece.backward.site,
-        scaled_backward(division.shares[0].piece.backward.site, "* items / items_of_the_window"),
+        division.site,
+        scaled_backward(division.site, "* items / items_of_the_window"),
         "Each piece divides by its own items; items of a short piece then count more than those of a long one.",
     )
 
@@ -140,7 +142,7 @@ def rank_denominators(division: Division) -> Finding | None:
     for share in division.shares:
         items[share.rank] = items.get(share.rank, 0.0) + share.term.items
     counts = ", ".join(f"{number:g}" for number in items.values())
-    site = division.shares[0].piece.backward.site
+    site = division.site
     return Finding(
         "rank-local-denominator",
         f"ranks with {counts} items each divide by their own and are then averaged alike",
@@ -159,7 +161,7 @@ def uneven_sums(division: Division) -> Finding | None:
     if division.world > 1 and division.even(ranks=False):
         return None
     size = reweighed(division) or by_weight(division)
-    site = division.shares[0].piece.backward.site
+    site = division.site
     return Finding(
         "mean-of-means",
         "pieces of one window divide by different numbers",
@@ -180,7 +182,7 @@ def ranks_counted(division: Division) -> Finding | None:
         (float(division.world), "the loss is multiplied by the number of ranks though nothing divides by it"),
     ):
         if near(division.whole, ratio):
-            site = division.shares[0].piece.backward.site
+            site = division.site
             factor = "* world_size" if ratio < 1 else "/ world_size"
             return Finding(
                 "ranks-counted-twice", what, str(scale(ratio)), abs(ratio - 1), site, scaled_backward(site, factor)
@@ -197,7 +199,7 @@ def labels_before_shift(division: Division) -> Finding | None:
     with_first = total + division.rows
     if not any(other > total and near_count(used, other) for other in (with_first, division.labels)):
         return None
-    site = division.shares[0].piece.backward.site
+    site = division.site
     return Finding(
         "labels-counted-before-shift",
         f"{total:g} items are learned from but the loss is divided by {used:g}: "
@@ -217,7 +219,7 @@ def near_count(value: float, other: float) -> bool:
 
 def shift_remedy(division: Division) -> Change:
     """Count what the loss counts."""
-    site = division.shares[0].piece.backward.site
+    site = division.site
     if site is not None and site.framework == "transformers":
         return Change(
             "num_items_in_batch = (labels != -100).sum()  # what the Trainer counts for this model",

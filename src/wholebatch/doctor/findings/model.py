@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ..shares import contains
 from ..story import Piece, Story, Window
+from ..trace import Backward
 from .finding import Change, Finding
 from .ranks import framework
 from .remedies import line_of
@@ -27,7 +28,7 @@ def batch_norm(story: Story, window: Window) -> Finding | None:
     site = window.pieces[0].forwards[0].site
     return Finding(
         "batch-norm",
-        f"{len(layers)} BatchNorm layers in training mode (first: '{layers[0]}') normalise each piece of {rows} rows by itself",
+        f"{len(layers)} BatchNorm layer{'s' * (len(layers) > 1)} in training mode (first: '{layers[0]}'), each piece of {rows} rows normalised by itself",
         f"another gradient than the whole batch's; running statistics move {window.length} times a step",
         0.3,
         site,
@@ -93,8 +94,6 @@ def optimizer_in_backward(story: Story, window: Window) -> Finding | None:
 
 def pieces_meant(story: Story, order: int) -> int:
     """Return the number that the backward around an event divides its loss by, 1 when none."""
-    from ..trace import Backward
-
     after = next((event for event in story.trace.of(Backward) if event.began <= order <= event.order), None)
     for term in after.terms if after is not None else ():
         for count in range(2, 129):
@@ -106,7 +105,7 @@ def pieces_meant(story: Story, order: int) -> int:
 def in_batch_negatives(story: Story, window: Window) -> Finding | None:
     """A contrastive loss sees only the rows of its piece."""
     pieces = [piece for piece in window.pieces if any(term.paired and alone(piece, term.total) for term in piece.backward.terms)]
-    if window.length < 2 or len(pieces) < 2:
+    if window.length < 2 or len(pieces) < window.length:  # a class that happens to be the row's number is no pairing
         return None
     rows = [int(max(term.total for term in piece.backward.terms)) for piece in pieces]
     site = pieces[0].backward.site

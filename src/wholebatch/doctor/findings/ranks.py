@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 from ..story import Piece, Story, Window
 from ..trace import Collective
 from .finding import Change, Finding
@@ -57,7 +55,7 @@ def synchronised_each_piece(story: Story, window: Window) -> Finding | None:
     return Finding(
         "no-sync-round-backward-only" if outside else "synchronised-each-piece",
         "no_sync stands round the backward only: DDP decides in the forward" if outside else "gradients are reduced with every piece",
-        f"{sum(synced)} reductions of {math.ceil(megabytes(story, window))} MB a step instead of 1; the gradient is right",
+        f"{sum(synced)} reductions of {size(story, window)} a step instead of 1; the gradient is right",
         0.05,
         site,
         Change(out, f"with nullcontext() if last_piece else model.no_sync(): {out}  # and the backward"),
@@ -69,9 +67,11 @@ def forward_only(piece: Piece) -> bool:
     return piece.backward.sync is False and any(forward.sync for forward in piece.forwards)
 
 
-def megabytes(story: Story, window: Window) -> float:
+def size(story: Story, window: Window) -> str:
     """Return the size of one reduction, in float32."""
-    return sum(story.trace.numels[number] for number in window.parameters) * 4 / 1e6
+    count = sum(story.trace.numels[number] for number in window.parameters) * 4.0
+    unit = next(unit for unit in ("B", "kB", "MB", "GB") if count < 1000 or unit == "GB" or not (count := count / 1000))
+    return f"{count:.3g} {unit}"
 
 
 def framework(window: Window) -> str | None:

@@ -1,0 +1,20 @@
+"""The last window of the epoch is stepped, but divided by the full number. Planted: last-window-short"""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+torch.manual_seed(0)
+k = 4
+model = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 3))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+loader = DataLoader(TensorDataset(torch.randn(36, 6), torch.randint(0, 3, (36,))), batch_size=4)
+
+for epoch in range(2):
+    for i, (inputs, targets) in enumerate(loader):
+        loss = F.cross_entropy(model(inputs), targets)
+        (loss / k).backward()
+        if (i + 1) % k == 0 or i + 1 == len(loader):
+            optimizer.step()
+            optimizer.zero_grad()
