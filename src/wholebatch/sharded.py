@@ -170,8 +170,8 @@ class WholeShards(ShardedRanks):
 class LockstepShards(ShardedRanks):
     """Let FSDP gather and scatter within each piece, all ranks in step: no rank ever holds more than shards.
 
-    Every forward and backward is then a collective. Ranks with fewer pieces run one row again, or one that another
-    rank lends them, whose result weighs nothing; buffers and random state are then as if they had not.
+    Every forward and backward is then a collective. Ranks with fewer pieces run their smallest again, or one that
+    another rank lends them, whose result weighs nothing; buffers and random state are then as if they had not.
     """
 
     travel = Travel.EVERY
@@ -182,6 +182,7 @@ class LockstepShards(ShardedRanks):
         self.divides = 1  # summation works with every backend; gloo before torch 2.14 ignores a divisor in silence
         self._run: Callable[[Piece], Any] = lambda piece: None
         self._spare: Piece | None = None
+        self._before: State | None = None
         self._outputs: list[Tensor] = []
         self._whole: set[int] = set()
         self._hooks: list[RemovableHandle] = []
@@ -205,17 +206,19 @@ class LockstepShards(ShardedRanks):
 
     def rounds(self, pieces: Sequence[Piece], run: Callable[[Piece], Any]) -> Iterator[Piece | None]:
         counts = self.agree(Status.READY, Sums(), pieces=len(pieces)).pieces
-        self._run, self._spare = run, self._one_row(pieces, counts)
+        self._run, self._spare = run, self._smallest(pieces, counts)
         for piece in [*pieces, *[None] * (max(counts) - len(pieces))]:
-            self._outputs = []
+            self._outputs, self._before = [], None
             yield piece
+            if self._before is not None:
+                self._before.restore_buffers()  # not earlier: the backward of this round may have needed them
 
     def attend(self) -> None:
         if self._outputs or self._spare is None:
             return
-        state = State(self._model)
+        self._before = State(self._model)
         self._run(self._spare)
-        state.restore()
+        self._before.restore_random()
         if not self._outputs:
             raise SyncError(
                 'Under sync="every" each forward of a sharded model is a collective of all ranks, and on this one the '
@@ -229,11 +232,9 @@ class LockstepShards(ShardedRanks):
     def idle(self) -> list[Tensor]:
         return [torch.stack([output.flatten()[:0].sum().float() for output in self._outputs]).sum()]
 
-    def _one_row(self, pieces: Sequence[Piece], counts: Sequence[int]) -> Piece | None:
-        """Find a row to run in rounds without a piece: an own one, or that of the first rank that has some."""
-        spare = pieces[0] if pieces else None
-        while spare is not None and (halves := spare.halves()):
-            spare = halves[0]
+    def _smallest(self, pieces: Sequence[Piece], counts: Sequence[int]) -> Piece | None:
+        """Find a piece to run in rounds without one: an own one, or one of the first rank that has some."""
+        spare = min(pieces, key=lambda piece: piece.size, default=None)
         if min(counts) == 0 and max(counts) > 0:
             lends = self.rank == next(rank for rank, count in enumerate(counts) if count)
             lent = self.share(move(spare.load(), torch.device("cpu")) if lends and spare is not None else None)
