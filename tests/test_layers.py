@@ -15,29 +15,24 @@ SOURCE = Path(__file__).parents[1] / "src" / "wholebatch"
 # From the ground up. A room imports from the lines above its own, and within its line from the names to its left.
 LAYERS = (
     ("errors",),
-    ("loss", "losses", "precision", "sums", "denominators", "moments", "state", "leaves", "batch", "memory"),
+    # facts: about losses, numbers, models and batches
+    ("survey", "reach", "state", "loss", "losses", "precision", "sums", "denominators", "shares", "moments", "norms"),
+    ("leaves", "batch", "memory", "checkpointing"),
+    # the batch and its pieces
     ("padding", "sizes", "window", "dealing"),
-    (
-        "options",
-        "refusals",
-        "norms",
-        "sync",
-        "replicated",
-        "sharded",
-        "ranks",
-        "recovery",
-        "staged",
-        "gradient",
-        "coupled",
-        "pipeline",
-    ),
-    ("reference", "check", "step", "policies", "planner"),
+    # gradients
+    ("options", "refusals", "sync", "gathering", "replicated", "sharded", "ranks", "recovery", "staged"),
+    ("gradient", "coupled", "pipeline"),
+    # the update, the truth and the advice
+    ("step", "policies", "arrangement", "planner"),
+    ("site", "finding", "comparison", "reference", "checking"),
+    # doors
     ("doctor", "integrations", "train"),
     ("cli",),
     ("__init__",),
     ("__main__",),
 )
-DOORS = LAYERS[5]
+DOORS = ("doctor", "integrations", "train")
 RANK = {room: (layer, place) for layer, rooms in enumerate(LAYERS) for place, room in enumerate(rooms)}
 
 # What a room may import besides the standard library, torch (with the typing_extensions it brings) and wholebatch.
