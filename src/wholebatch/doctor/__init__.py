@@ -5,9 +5,9 @@
 
 from __future__ import annotations
 
-from .findings import Change, Finding
-from .report import Report
-from .trace import Trace
-from .watch import Seen, watch
+from wholebatch.doctor.findings import Change, Finding
+from wholebatch.doctor.report import Report
+from wholebatch.doctor.trace import Trace
+from wholebatch.doctor.watch import Seen, watch
 
 __all__ = ["Change", "Finding", "Report", "Seen", "Trace", "watch"]

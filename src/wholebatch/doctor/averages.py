@@ -40,7 +40,9 @@ class AverageWatch(TorchFunctionMode):
         if target is None:
             return
         own = self.origin(target)
-        name = name.removeprefix("_foreach_").strip("_") + ("_" if name.endswith("_") and not name.endswith("__") else "")
+        name = name.removeprefix("_foreach_").strip("_") + (
+            "_" if name.endswith("_") and not name.endswith("__") else ""
+        )
         if name in BLENDS and source is not None and own is None and not target.requires_grad:
             self.notice(source)
         elif isinstance(result, Tensor) and result.numel() > 1 and result is not target:

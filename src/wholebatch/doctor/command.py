@@ -11,11 +11,11 @@ import sys
 from pathlib import Path
 from types import TracebackType
 
-from .processes import common_folder, launched, load, save
-from .report import Report, report_on
-from .site import site_of
-from .trace import Trace
-from .watch import Seen, watch
+from wholebatch.doctor.processes import common_folder, launched, load, save
+from wholebatch.doctor.report import Report, report_on
+from wholebatch.site import site_of
+from wholebatch.doctor.trace import Trace
+from wholebatch.doctor.watch import Seen, watch
 
 USAGE = "wholebatch doctor [--steps N] [--html FILE] [--json] [--reference MODULE:FUNCTION] SCRIPT|-m MODULE [-- ARGS]"
 PATIENCE_SECONDS = 60.0
@@ -44,7 +44,9 @@ def parser() -> argparse.ArgumentParser:
     own.add_argument("--steps", type=int, default=3, help="optimizer steps to watch; 0 watches to the script's end")
     own.add_argument("--html", metavar="FILE", help="write the report as a page with pictures")
     own.add_argument("--json", action="store_true", help="print the report as JSON")
-    own.add_argument("--reference", metavar="MODULE:FUNCTION", help="a loss function to measure the first window against")
+    own.add_argument(
+        "--reference", metavar="MODULE:FUNCTION", help="a loss function to measure the first window against"
+    )
     own.add_argument("-m", dest="module", metavar="MODULE", help="run a module instead of a script")
     own.add_argument("script", nargs="?", help="the training script")
     own.add_argument("args", nargs=argparse.REMAINDER, help="the script's own arguments")
@@ -113,7 +115,7 @@ def show(report: Report, options: argparse.Namespace) -> None:
     """Print the report and write its page."""
     print(json.dumps(report.as_dict(), indent=1, default=str) if options.json else report.text())
     if options.html:
-        from .html import page
+        from wholebatch.doctor.html import page
 
         Path(options.html).write_text(page(report), encoding="utf-8")
 

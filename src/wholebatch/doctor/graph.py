@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .trace import Term
+from wholebatch.doctor.trace import Term
 
 MOST_TERMS = 64
 # Reductions that carry their kind with them: 0 none, 1 mean, 2 sum (torch._C reduction enumeration, `nn.functional`).

@@ -16,9 +16,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from .recorder import Recorder
-from .trace import Average, Collective, Epoch, Schedule, ZeroGrad
-from .wrapping import Wrapping
+from wholebatch.doctor.recorder import Recorder
+from wholebatch.doctor.trace import Average, Collective, Epoch, Schedule, ZeroGrad
+from wholebatch.doctor.wrapping import Wrapping
 
 COLLECTIVES = ("all_reduce", "reduce_scatter_tensor", "all_gather_into_tensor", "reduce", "broadcast", "all_gather")
 Original = Callable[..., Any]

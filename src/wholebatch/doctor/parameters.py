@@ -110,7 +110,9 @@ class Parameters:
 
     def norm(self, numbers: frozenset[int]) -> float:
         """Return the norm of the gradients of these parameters, as this process holds them."""
-        norms = [self.gradient(number).detach().norm().float() for number in numbers if self.tensors[number].grad is not None]
+        norms = [
+            self.gradient(number).detach().norm().float() for number in numbers if self.tensors[number].grad is not None
+        ]
         return float(torch.stack([norm.cpu() for norm in norms]).norm()) if norms else 0.0
 
 

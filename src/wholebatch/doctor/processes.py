@@ -14,8 +14,8 @@ from typing import Any
 
 import torch.multiprocessing as mp
 
-from .trace import Trace
-from .wrapping import Wrapping
+from wholebatch.doctor.trace import Trace
+from wholebatch.doctor.wrapping import Wrapping
 
 
 class Watched:
@@ -27,7 +27,7 @@ class Watched:
         self.steps = steps
 
     def __call__(self, *args: Any) -> None:
-        from .watch import watch
+        from wholebatch.doctor.watch import watch
 
         with contextlib.ExitStack() as stack:
             seen = stack.enter_context(watch(self.steps))

@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .averages import AverageSwitch, AverageWatch
-from .graph import terms_of
-from .parameters import Parameters
-from .site import site_of
-from .trace import Average, Backward, Clip, Event, Forward, Optimizer, Scaler, Step, Trace
+from wholebatch.doctor.averages import AverageSwitch, AverageWatch
+from wholebatch.doctor.graph import terms_of
+from wholebatch.doctor.parameters import Parameters
+from wholebatch.site import site_of
+from wholebatch.doctor.trace import Average, Backward, Clip, Event, Forward, Optimizer, Scaler, Step, Trace
 
 BATCH_NORMS = (nn.modules.batchnorm._BatchNorm,)
 IGNORED_LABEL = -100
@@ -105,9 +105,7 @@ class Recorder:
         self.note_wrapper(self.forward, module)
         if self.depth == 0:
             finish_forward(self.forward, args, kwargs)
-            self.forward.random = any(
-                not torch.equal(a, b) for a, b in zip(self.random, random_states(), strict=False)
-            )
+            self.forward.random = any(not torch.equal(a, b) for a, b in zip(self.random, random_states(), strict=False))
             self.add(self.forward)
             self.forward = None
 
@@ -168,7 +166,9 @@ class Recorder:
     def dtype_of(self, touched: frozenset[int]) -> str:
         """Return the shortest format among the gradients that were just added to."""
         found = [self.parameters.gradient(number).dtype for number in touched]
-        shortest = min(found, key=lambda dtype: torch.finfo(dtype).bits if dtype.is_floating_point else 64, default=None)
+        shortest = min(
+            found, key=lambda dtype: torch.finfo(dtype).bits if dtype.is_floating_point else 64, default=None
+        )
         return str(shortest).removeprefix("torch.") if shortest is not None else ""
 
     def note_rank(self) -> None:
@@ -213,7 +213,9 @@ class Recorder:
         look = self.parameters.look()
         own = self.trace.optimizers[event.optimizer].parameters
         event.pending = look.pending & own
-        event.missing = frozenset(number for number in own - look.pending if self.parameters.tensors[number].grad is None)
+        event.missing = frozenset(
+            number for number in own - look.pending if self.parameters.tensors[number].grad is None
+        )
         event.norm = self.parameters.norm(own)
         event.sample = self.sample_if(bool(look.changed))
 

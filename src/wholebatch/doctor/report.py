@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from .findings import Finding, find
-from .measure import usual_error
-from .shares import divisions
-from .story import Story, Window, read
-from .trace import Backward, Step, Trace
+from wholebatch.doctor.findings import Finding, find
+from wholebatch.doctor.measure import usual_error
+from wholebatch.doctor.shares import divisions
+from wholebatch.doctor.story import Story, Window, read
+from wholebatch.doctor.trace import Backward, Step, Trace
 
 
 @dataclasses.dataclass

@@ -10,9 +10,9 @@ import collections
 import dataclasses
 import statistics
 
-from .site import Site
-from .story import Piece, Story, Window
-from .trace import Term
+from wholebatch.site import Site
+from wholebatch.doctor.story import Piece, Story, Window
+from wholebatch.doctor.trace import Term
 
 CLOSE = 1e-3
 
@@ -65,7 +65,9 @@ class Division:
     @property
     def is_mean(self) -> bool:
         """Whether each piece divides by its own items."""
-        kinds = [share.term.reduction for share in self.shares if share.term.items > 1] or [self.shares[0].term.reduction]
+        kinds = [share.term.reduction for share in self.shares if share.term.items > 1] or [
+            self.shares[0].term.reduction
+        ]
         return statistics.mode(kinds) == "mean"
 
     @property

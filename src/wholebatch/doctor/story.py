@@ -8,8 +8,20 @@ import statistics
 import torch
 from torch import Tensor
 
-from .site import Site
-from .trace import Average, Backward, Clip, Epoch, Event, Forward, Scaler, Schedule, Step, Trace, ZeroGrad
+from wholebatch.site import Site
+from wholebatch.doctor.trace import (
+    Average,
+    Backward,
+    Clip,
+    Epoch,
+    Event,
+    Forward,
+    Scaler,
+    Schedule,
+    Step,
+    Trace,
+    ZeroGrad,
+)
 
 
 @dataclasses.dataclass
@@ -28,7 +40,12 @@ class Piece:
     def site(self) -> Site | None:
         """The user's line nearest to the loss: that of the forward where a framework calls backward."""
         site = self.backward.site
-        if site is None or site.framework in (None, "accelerate") or not self.forwards or self.forwards[-1].site is None:
+        if (
+            site is None
+            or site.framework in (None, "accelerate")
+            or not self.forwards
+            or self.forwards[-1].site is None
+        ):
             return site
         return dataclasses.replace(self.forwards[-1].site, framework=site.framework)
 
@@ -78,7 +95,10 @@ class Window:
         if sample is None or not self.slices:
             return None
         parts = [sample[start : start + numel] for start, numel in self.slices]
-        whole = [part if len(part) == numel else sample.new_zeros(numel) for part, (_, numel) in zip(parts, self.slices, strict=True)]
+        whole = [
+            part if len(part) == numel else sample.new_zeros(numel)
+            for part, (_, numel) in zip(parts, self.slices, strict=True)
+        ]
         return torch.cat(whole).double()
 
     def gained(self, piece: Piece) -> Tensor | None:

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from .site import Site
+from wholebatch.site import Site
 
 
 @dataclasses.dataclass(frozen=True)

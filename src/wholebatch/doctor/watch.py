@@ -8,12 +8,12 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from .hooks import installed
-from .processes import around_processes, load
-from .recorder import Recorder, StopWatching
-from .report import Report, report_on
-from .trace import Trace
-from .wrapping import Wrapping
+from wholebatch.doctor.hooks import installed
+from wholebatch.doctor.processes import around_processes, load
+from wholebatch.doctor.recorder import Recorder, StopWatching
+from wholebatch.doctor.report import Report, report_on
+from wholebatch.doctor.trace import Trace
+from wholebatch.doctor.wrapping import Wrapping
 
 
 class Seen:
@@ -66,6 +66,7 @@ def watch(steps: int = 0) -> Iterator[Seen]:
         ...     optimizer.step()
         >>> seen.trace.steps, seen.report().ok
         (1, True)
+
     """
     recorder, wrapping = Recorder(steps), Wrapping()
     seen = Seen(recorder)

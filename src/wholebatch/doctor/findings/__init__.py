@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from ..shares import divisions
-from ..story import Story, Window
-from . import boundary, clearing, division, model, ranks
-from .finding import Change, Finding
+from wholebatch.doctor.findings import boundary, clearing, division, model, ranks
+from wholebatch.finding import Change, Finding
+from wholebatch.doctor.shares import divisions
+from wholebatch.doctor.story import Story, Window
 
 WINDOW_RULES: tuple[Callable[[Story, Window], Finding | None], ...] = (
     *clearing.RULES,
@@ -36,6 +36,7 @@ def find(stories: list[Story]) -> list[Finding]:
 
     Args:
         stories: one a rank, the first speaking for those rules that look at one rank only.
+
     """
     worst: dict[str, Finding] = {}
     for found in every(stories):

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 
-from ..measure import compare
-from ..story import Story, Window
-from ..trace import Clip, Event, Schedule
-from .finding import Change, Finding
-from .remedies import line_of, moved
+from wholebatch.finding import Change, Finding
+from wholebatch.doctor.findings.remedies import line_of, moved
+from wholebatch.comparison import compare
+from wholebatch.doctor.story import Story, Window
+from wholebatch.doctor.trace import Clip, Event, Schedule
 
 
 def clip_per_piece(story: Story, window: Window) -> Finding | None:
@@ -63,7 +63,10 @@ def scaled_clip(window: Window, clip: Clip) -> Finding:
         f"{norm}{real}",
         1.0,
         clip.site,
-        Change(line_of(clip.site, "clip_grad_norm_(...)"), f"scaler.unscale_(optimizer); {line_of(clip.site, 'clip_grad_norm_(...)')}"),
+        Change(
+            line_of(clip.site, "clip_grad_norm_(...)"),
+            f"scaler.unscale_(optimizer); {line_of(clip.site, 'clip_grad_norm_(...)')}",
+        ),
         "Every step is clipped to next to nothing, by a bound that changes with the scale.",
     )
 
@@ -85,7 +88,7 @@ def unscale_twice(story: Story, window: Window) -> Finding | None:
 
 def update_inside(story: Story, window: Window) -> Finding | None:
     """The scaler's factor may change between the pieces of a window."""
-    calls = [event for at, event in window.scaler if event.call == "update" and 0 < at]
+    calls = [event for at, event in window.scaler if event.call == "update" and at > 0]
     if not calls or window.length < 2:
         return None
     return Finding(

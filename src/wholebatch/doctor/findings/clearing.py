@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ..measure import compare
-from ..site import Site
-from ..story import Piece, Story, Window
-from .finding import Change, Finding
-from .remedies import line_of, moved
+from wholebatch.finding import Change, Finding
+from wholebatch.doctor.findings.remedies import line_of, moved
+from wholebatch.comparison import compare
+from wholebatch.site import Site
+from wholebatch.doctor.story import Piece, Story, Window
 
 
 def not_cleared(story: Story, window: Window) -> Finding | None:
@@ -105,9 +105,7 @@ def foreign_gradients(story: Story, window: Window) -> Finding | None:
 
 def shared_pieces(story: Story, window: Window, other: int) -> Iterator[Piece]:
     """Yield the pieces that touch the other optimizer's parameters too, if that one steps with nothing else."""
-    theirs = {
-        piece.backward.site for seen in story.windows[other] for piece in seen.pieces if seen.step is not None
-    }
+    theirs = {piece.backward.site for seen in story.windows[other] for piece in seen.pieces if seen.step is not None}
     foreign = story.trace.optimizers[other].parameters - window.parameters
     for piece in window.pieces:
         if piece.backward.touched & foreign and theirs == {piece.backward.site}:
@@ -131,7 +129,9 @@ def leak(story: Story, window: Window, strangers: list[Piece], other: int) -> Fi
         str(size) if size is not None else "two losses are mixed in one step",
         0.9,
         site,
-        Change(line_of(site, "loss.backward()"), f"{line_of(site, 'loss.backward()')[:-1]}inputs=list(own_parameters))"),
+        Change(
+            line_of(site, "loss.backward()"), f"{line_of(site, 'loss.backward()')[:-1]}inputs=list(own_parameters))"
+        ),
         "Backward reaches every parameter that the loss depends on, and clearing waits for the boundary.",
     )
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from ..measure import Comparison, reweighed, scale
-from ..shares import Division, contains, near
-from .finding import Change, Finding
-from .remedies import scaled_backward
+from wholebatch.finding import Change, Finding
+from wholebatch.doctor.findings.remedies import scaled_backward
+from wholebatch.comparison import Comparison, scale
+from wholebatch.doctor.measure import reweighed
+from wholebatch.doctor.shares import Division, contains, near
 
 
 def not_divided(division: Division) -> Finding | None:
@@ -29,7 +30,7 @@ def not_divided(division: Division) -> Finding | None:
 
 def undivided(division: Division) -> bool:
     """Tell whether no part of any factor has to do with the number of pieces or with a share of the items."""
-    if near(division.whole, 1.0) or not division.even() and weighted(division):
+    if near(division.whole, 1.0) or (not division.even() and weighted(division)):
         return False
     if len({round(abs(share.term.factor), 9) for share in division.shares}) > 1:
         return False
@@ -95,7 +96,9 @@ def carried_over(division: Division) -> Finding | None:
         str(scale(ratio)),
         ratio - 1,
         site,
-        Change("for batch in loader:  # a new epoch", "optimizer.zero_grad(); for batch in loader:  # or step at the end"),
+        Change(
+            "for batch in loader:  # a new epoch", "optimizer.zero_grad(); for batch in loader:  # or step at the end"
+        ),
         "The counter starts anew with the epoch, .grad does not.",
     )
 
@@ -175,7 +178,7 @@ def uneven_sums(division: Division) -> Finding | None:
 
 def ranks_counted(division: Division) -> Finding | None:
     """Global items, but the average over ranks is forgotten; or multiplied by the ranks though nothing divides by them."""
-    if division.world < 2 or not division.even() or divisor(division) not in (0, 1) and division.is_mean:
+    if division.world < 2 or not division.even() or (divisor(division) not in (0, 1) and division.is_mean):
         return None
     for ratio, what in (
         (1 / division.world, "the loss is divided by the items of all ranks, and then averaged over them again"),

@@ -6,12 +6,12 @@ import math
 
 from torch import Tensor
 
-from ..shares import contains
-from ..story import Piece, Story, Window
-from ..trace import Backward
-from .finding import Change, Finding
-from .ranks import framework
-from .remedies import line_of
+from wholebatch.finding import Change, Finding
+from wholebatch.doctor.findings.ranks import framework
+from wholebatch.doctor.findings.remedies import line_of
+from wholebatch.doctor.shares import contains
+from wholebatch.doctor.story import Piece, Story, Window
+from wholebatch.doctor.trace import Backward
 
 MANY_PIECES = 16
 # Relative error of a sum of k gradients rounded at every addition grows like the root of k: measured 0.5 % at 16,
@@ -21,7 +21,9 @@ ROUNDING = {"bfloat16": 1.25e-3, "float16": 1.25e-3 / 8}
 
 def batch_norm(story: Story, window: Window) -> Finding | None:
     """BatchNorm layers normalise each piece by itself."""
-    layers = list(dict.fromkeys(name for piece in window.pieces for f in piece.forwards if f.grad for name in f.batch_norms))
+    layers = list(
+        dict.fromkeys(name for piece in window.pieces for f in piece.forwards if f.grad for name in f.batch_norms)
+    )
     if window.length < 2 or not layers or framework(window) == "wholebatch":
         return None
     rows = window.pieces[0].rows
@@ -32,7 +34,10 @@ def batch_norm(story: Story, window: Window) -> Finding | None:
         f"another gradient than the whole batch's; running statistics move {window.length} times a step",
         0.3,
         site,
-        Change(line_of(site, "output = model(batch)"), 'wb.backward(model, loss_fn, batch, micro_batch_size, batch_norm="exact")'),
+        Change(
+            line_of(site, "output = model(batch)"),
+            'wb.backward(model, loss_fn, batch, micro_batch_size, batch_norm="exact")',
+        ),
     )
 
 
@@ -70,13 +75,16 @@ def short_format(story: Story, window: Window) -> Finding | None:
         f"about {ROUNDING[kind] * math.sqrt(window.length):.1%} of the gradient is lost to rounding",
         ROUNDING[kind] * math.sqrt(window.length),
         site,
-        Change(line_of(site, "loss.backward()"), "wb.backward(model, loss_fn, batch, micro_batch_size, accumulate_in=torch.float32)"),
+        Change(
+            line_of(site, "loss.backward()"),
+            "wb.backward(model, loss_fn, batch, micro_batch_size, accumulate_in=torch.float32)",
+        ),
     )
 
 
 def optimizer_in_backward(story: Story, window: Window) -> Finding | None:
     """The optimizer steps inside backward although the loss is that of one piece of several."""
-    if window.step is None or not window.step.in_backward or not window.pieces and not window.step.pending:
+    if window.step is None or not window.step.in_backward or (not window.pieces and not window.step.pending):
         return None
     count = pieces_meant(story, window.step.order)
     if count < 2:
@@ -87,7 +95,9 @@ def optimizer_in_backward(story: Story, window: Window) -> Finding | None:
         f"{count} updates with 1/{count} of the gradient each",
         1.5,
         window.step.site,
-        Change(line_of(window.step.site, "optimizer.step()  # in a hook"), "optimizer.step()  # at the boundary, no hook"),
+        Change(
+            line_of(window.step.site, "optimizer.step()  # in a hook"), "optimizer.step()  # at the boundary, no hook"
+        ),
         "A hook on a parameter cannot know where the window ends.",
     )
 
@@ -104,7 +114,11 @@ def pieces_meant(story: Story, order: int) -> int:
 
 def in_batch_negatives(story: Story, window: Window) -> Finding | None:
     """A contrastive loss sees only the rows of its piece."""
-    pieces = [piece for piece in window.pieces if any(term.paired and alone(piece, term.total) for term in piece.backward.terms)]
+    pieces = [
+        piece
+        for piece in window.pieces
+        if any(term.paired and alone(piece, term.total) for term in piece.backward.terms)
+    ]
     if window.length < 2 or len(pieces) < window.length:  # a class that happens to be the row's number is no pairing
         return None
     rows = [int(max(term.total for term in piece.backward.terms)) for piece in pieces]
@@ -115,7 +129,9 @@ def in_batch_negatives(story: Story, window: Window) -> Finding | None:
         f"{rows[0] - 1} negatives a row instead of {sum(rows) - 1}: another objective",
         0.9,
         site,
-        Change(line_of(site, "loss.backward()"), "wb.coupled_backward(model, encode, loss_fn, batch, micro_batch_size)"),
+        Change(
+            line_of(site, "loss.backward()"), "wb.coupled_backward(model, encode, loss_fn, batch, micro_batch_size)"
+        ),
         "A mean of small contrastive losses is not the large one.",
     )
 
@@ -142,7 +158,10 @@ def loss_side_parameters(story: Story, window: Window) -> Finding | None:
         f"gradient {count:.2f} x too large for {len(names)} parameters, cosine 1.000",
         0.85,
         site,
-        Change(line_of(site, "loss.backward()"), f"{names[0]}.grad /= {count}  # before clip and step, or wb.coupled_backward"),
+        Change(
+            line_of(site, "loss.backward()"),
+            f"{names[0]}.grad /= {count}  # before clip and step, or wb.coupled_backward",
+        ),
         "Each pass reaches its own piece of the encoder once, and the loss's own parameters every time.",
     )
 

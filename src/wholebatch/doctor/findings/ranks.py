@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from ..story import Piece, Story, Window
-from ..trace import Collective
-from .finding import Change, Finding
-from .remedies import line_of
+from wholebatch.finding import Change, Finding
+from wholebatch.doctor.findings.remedies import line_of
+from wholebatch.doctor.story import Piece, Story, Window
+from wholebatch.doctor.trace import Collective
 
 
 def flags(window: Window) -> list[bool]:
@@ -31,7 +31,10 @@ def last_not_synchronised(story: Story, window: Window) -> Finding | None:
         f"each of {story.trace.world} ranks steps with a gradient of its own",
         3.0,
         site,
-        Change("with model.no_sync() if i % k != 0 else nullcontext():", "with nullcontext() if last_piece else model.no_sync():"),
+        Change(
+            "with model.no_sync() if i % k != 0 else nullcontext():",
+            "with nullcontext() if last_piece else model.no_sync():",
+        ),
         "DDP reduces what is in .grad when it reduces: later pieces stay local.",
     )
 
@@ -54,7 +57,9 @@ def synchronised_each_piece(story: Story, window: Window) -> Finding | None:
     out = line_of(site, "output = model(batch)")
     return Finding(
         "no-sync-round-backward-only" if outside else "synchronised-each-piece",
-        "no_sync stands round the backward only: DDP decides in the forward" if outside else "gradients are reduced with every piece",
+        "no_sync stands round the backward only: DDP decides in the forward"
+        if outside
+        else "gradients are reduced with every piece",
         f"{sum(synced)} reductions of {size(story, window)} a step instead of 1; the gradient is right",
         0.05,
         site,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
-from ..site import Site
-from .finding import Change
+from wholebatch.finding import Change
+from wholebatch.site import Site
 
 BACKWARD = re.compile(r"([\w.\[\]\"']+)\.backward\(")
 
@@ -25,7 +25,9 @@ def scaled_backward(site: Site | None, factor: str) -> Change:
             "Trainer(..., compute_loss_func=lambda out, labels, num_items_in_batch: loss_sum / num_items_in_batch)",
         )
     if framework in ("lightning", "pytorch_lightning"):
-        return Change(line_of(site, "return loss"), f"return loss {factor}  # Lightning divides by accumulate_grad_batches")
+        return Change(
+            line_of(site, "return loss"), f"return loss {factor}  # Lightning divides by accumulate_grad_batches"
+        )
     text = line_of(site, "loss.backward()")
     if framework == "accelerate" and "backward(" in text:
         inner = text.split("backward(", 1)[1].rsplit(")", 1)[0]

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import FrameType
 
 FRAMEWORKS = ("wholebatch", "accelerate", "lightning", "pytorch_lightning", "transformers", "trl", "ultralytics")
-OWN = str(Path(__file__).resolve().parents[1])
+OWN = str(Path(__file__).resolve().parent)
 
 
 @dataclasses.dataclass(frozen=True)

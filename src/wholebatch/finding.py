@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from ..site import Site
+from wholebatch.site import Site
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,0 +1,362 @@
+"""Is this gradient the whole batch's? Measured against the plain reading of the mathematics."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import Unpack
+
+from wholebatch.batch import Nest, move
+from wholebatch.comparison import Comparison, compare
+from wholebatch.errors import InexactError, SyncError
+from wholebatch.finding import Change, Finding
+from wholebatch.gradient import LossFunction, backward
+from wholebatch.options import Options
+from wholebatch.reference import (
+    Gradients,
+    Reference,
+    held,
+    named_targets,
+    plain_gradient,
+    rows_or_one,
+    set_aside,
+    unwrapped,
+    whole_gradient,
+)
+from wholebatch.sizes import Size
+from wholebatch.state import State
+from wholebatch.window import pieces_of
+
+# What one rounding at the end of a sum costs, with room for the sums inside a model.
+ROUNDING = {torch.float64: 1e-12, torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 1e-2}
+NAMED = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Check:
+    """How far the gradient that `backward` leaves is from the whole batch's.
+
+    Attributes:
+        error: norm of the difference over the norm of the truth, all parameters together.
+        by_parameter: the same for each parameter, over the norm of the whole truth, so that they add up by squares.
+        comparison: error, ratio of norms, cosine.
+        tolerance: what rounding explains, from the model's precision, the number of pieces, and how far the whole
+            batch itself is from double precision (`own_error`).
+        findings: what does not fit, with its cause where one explains the measurement.
+        notes: how the measurement was made, where that matters.
+        micro_batches, reference_pieces: in how many pieces each side ran.
+    """
+
+    error: float
+    by_parameter: dict[str, float]
+    comparison: Comparison
+    tolerance: float
+    own_error: float
+    findings: tuple[Finding, ...]
+    notes: tuple[str, ...]
+    micro_batches: int
+    reference_pieces: int
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing but rounding lies between both gradients."""
+        return self.error <= self.tolerance and not self.findings
+
+    def __str__(self) -> str:
+        head = (
+            f"gradient error {self.error:.1e} in {self.micro_batches} micro-batches (rounding explains "
+            f"{self.tolerance:.1e}): {'exact' if self.ok else 'not the whole batch'}"
+        )
+        return "\n".join([head, *(f"  {finding.line()}" for finding in self.findings), *self.notes])
+
+
+def check(
+    model: nn.Module,
+    loss_fn: LossFunction,
+    batch: Any,
+    micro_batch_size: Size = None,
+    *,
+    strict: bool = False,
+    **options: Unpack[Options],
+) -> Check:
+    """Hold `backward`'s gradient of a batch against one forward and one backward over all of it, in double precision.
+
+    The model, its buffers, its gradients and the random state are as before the call: copies do the work. Finds what
+    `backward` can't see: rows that meet inside the model or the loss, counts that don't add up, draws. A model that
+    answers differently when asked twice is compared piece by piece under the same draws, and the report says so.
+    Costs three to five passes over the batch, one of them in double precision.
+
+    Args:
+        model: in one process; the batch must fit in one piece, or is read one row at a time.
+        loss_fn: as for `backward`.
+        batch: as for `backward`; a few hundred rows say as much as many.
+        micro_batch_size: as for `backward`.
+        strict: raise if the gradient is not the whole batch's.
+        **options: as for `backward`.
+
+    Returns:
+        The errors, overall and by parameter, and what causes them.
+
+    Raises:
+        InexactError: with ``strict``, when more than rounding lies between both gradients.
+        SyncError: on several ranks.
+
+    Example:
+        >>> import torch, wholebatch as wb
+        >>> model, rows = torch.nn.Linear(3, 1), torch.randn(10, 3)
+        >>> wb.check(model, lambda model, x: model(x).square(), rows, micro_batch_size=4).ok
+        True
+    """
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        world = torch.distributed.get_world_size()
+        if world > 1:
+            raise SyncError(
+                f"check reads the batch of one process, and there are {world} ranks. Call it in one process."
+            )
+    report = _Measurement(model, loss_fn, batch, micro_batch_size, options).report()
+    if strict and not report.ok:
+        raise InexactError(
+            f"{report}\nThis gradient is not the whole batch's; see the findings, or report.by_parameter."
+        )
+    return report
+
+
+class _Measurement:
+    """One check: the same batch by `backward` and by the plain reading, and what lies between."""
+
+    def __init__(self, model: nn.Module, loss_fn: LossFunction, batch: Any, size: Size, options: Options) -> None:
+        self.model = unwrapped(model)
+        self.loss_fn = loss_fn
+        self.batch = batch
+        self.size = size
+        self.options = options
+        self.state = State(self.model)
+        self.given = {"whole": options.get("whole", ()), "collate": options.get("collate")}
+        self.pieces = [piece.load() for piece in pieces_of(batch, size, **self.given)]
+        self.dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+        self.notes: list[str] = []
+        self.findings: list[Finding] = []
+
+    def report(self) -> Check:
+        """Measure, compare, explain."""
+        drawn = self.draws()
+        loss_fn = _Replayed(self.loss_fn) if drawn else self.loss_fn
+        ours, count = self.ours(loss_fn)
+        self.state.restore()
+        truth, own = self.truths(loss_fn, drawn)
+        comparison = compare(*joined(ours, truth.gradients))
+        own_error = compare(*joined(own.gradients, truth.gradients)).error if own is not None else 0.0
+        tolerance = max(ROUNDING.get(self.dtype, 2e-6) * math.sqrt(max(count, 4)) / 2, 2 * own_error)
+        if not comparison.error <= tolerance:
+            self.explain(loss_fn, ours, truth, comparison, tolerance)
+        self.state.restore()
+        by_parameter = errors_of(ours, truth.gradients)
+        return Check(
+            comparison.error,
+            by_parameter,
+            comparison,
+            tolerance,
+            own_error,
+            tuple(self.findings),
+            tuple(self.notes),
+            count,
+            truth.pieces,
+        )
+
+    def draws(self) -> bool:
+        """Run one piece twice: tell whether the model answers differently, and note what follows."""
+        if not self.pieces:
+            return False
+        first, again = (self.loss_of(self.pieces[0], seed=None) for _ in range(2))
+        self.state.restore()
+        if first == again or math.isnan(first):
+            return False
+        one, same = (self.loss_of(self.pieces[0], seed=1) for _ in range(2))
+        self.state.restore()
+        if one != same:
+            self.findings.append(unstable(first, again))
+            return False
+        self.notes.append(
+            f"The model draws random numbers ({first:.6g}, then {again:.6g} for the same rows): both sides ran in the "
+            "same pieces with the same draws."
+        )
+        return True
+
+    def loss_of(self, piece: Any, seed: int | None) -> float:
+        """Return the loss of one piece, without a graph kept."""
+        if seed is not None:
+            torch.manual_seed(seed)
+        device = next((parameter.device for parameter in self.model.parameters()), None)
+        buffers = State(self.model)
+        returned = self.loss_fn(self.model, move(piece, device))
+        buffers.restore_buffers()
+        return number_of(returned)
+
+    def ours(self, loss_fn: LossFunction) -> tuple[Gradients, int]:
+        """Return the gradient that `backward` leaves, taken on a copy."""
+        twin = copy.deepcopy(self.model)
+        targets = named_targets(twin, self.model, loss_fn)
+        with set_aside(targets.values()):
+            result = backward(twin, loss_fn, self.batch, self.size, **self.options)
+            return {name: held(tensor, torch.float64) for name, tensor in targets.items()}, result.micro_batches
+
+    def truths(self, loss_fn: LossFunction, drawn: bool) -> tuple[Reference, Reference | None]:
+        """Return the plain reading in double precision, and in the model's own as a yardstick of rounding."""
+        if drawn:
+            truth = plain_gradient(self.model, loss_fn, self.pieces)
+            own = plain_gradient(self.model, loss_fn, self.pieces, dtype=self.dtype)
+            if abs(float(truth.loss) - float(own.loss)) > 1e-3 * abs(float(truth.loss)):
+                self.notes.append(f"Draws differ between precisions, so the reference ran in {self.dtype} too.")
+                return own, None
+            return truth, own
+        truth = whole_gradient(self.model, self.loss_fn, self.batch, **self.given)
+        if truth.pieces > 1:
+            self.notes.append(
+                f"The reference ran in {truth.pieces} pieces, in which rows of different pieces can't meet."
+            )
+        if self.dtype == torch.float64 or truth.pieces > 1:
+            return truth, None
+        return truth, whole_gradient(self.model, self.loss_fn, self.batch, dtype=self.dtype, **self.given)
+
+    def explain(
+        self, loss_fn: LossFunction, ours: Gradients, truth: Reference, size: Comparison, tolerance: float
+    ) -> None:
+        """Name the cause, if one explains the measurement to rounding."""
+        in_pieces = plain_gradient(self.model, loss_fn, self.pieces)
+        apart = compare(*joined(ours, in_pieces.gradients)).error
+        if apart > max(tolerance, 1e-2 * size.error):
+            self.findings.append(unexplained(size, "no hypothesis gives this gradient"))
+        elif counts_differ(truth, in_pieces):
+            self.findings.append(miscounted(truth, in_pieces, size))
+        else:
+            self.findings.append(coupled(self.model, self.pieces, size))
+
+
+class _Replayed:
+    """A loss function whose draws depend on its rows alone, so that both sides draw the same."""
+
+    def __init__(self, loss_fn: LossFunction) -> None:
+        self.loss_fn = loss_fn
+
+    def __call__(self, model: Any, piece: Any) -> Any:
+        torch.manual_seed(fingerprint(piece))
+        return self.loss_fn(model, piece)
+
+
+def fingerprint(nest: Any) -> int:
+    """Return a number that the leaves of a nest determine, the same in every precision that holds them exactly."""
+    numbers: list[float] = []
+    for leaf in Nest(nest).leaves:
+        if isinstance(leaf.value, Tensor):
+            flat = leaf.value.detach().reshape(-1)
+            numbers += [float(flat.numel()), *flat[:256].double().tolist()]
+    return hash(tuple(numbers)) & 0xFFFFFFFF
+
+
+def number_of(returned: Any) -> float:
+    """Return one number that stands for all that a loss function returned."""
+    if isinstance(returned, tuple):
+        returned = returned[0]
+    parts: Sequence[Any] = list(returned.values()) if isinstance(returned, dict) else [returned]
+    totals = [term.total for part in parts for term in getattr(part, "parts", ())]
+    totals += [part.detach().double().sum() for part in parts if isinstance(part, Tensor)]
+    return sum(float(total.detach()) for total in totals)
+
+
+def joined(gradients: Gradients, truth: Gradients) -> tuple[Tensor, Tensor]:
+    """Return both gradients as vectors of the same order."""
+    ours = [flat(gradients[name]) for name in truth]
+    return torch.cat(ours or [torch.zeros(1)]), torch.cat([flat(value) for value in truth.values()] or [torch.zeros(1)])
+
+
+def flat(value: Tensor) -> Tensor:
+    """Return a gradient as a vector of float64, a complex one as its real and imaginary parts."""
+    return (torch.view_as_real(value) if value.is_complex() else value).reshape(-1).double()
+
+
+def errors_of(gradients: Gradients, truth: Gradients) -> dict[str, float]:
+    """Return each parameter's distance over the norm of the whole truth, largest first."""
+    size = float(joined(truth, truth)[1].norm()) or 1.0
+    errors = {name: float((flat(gradients[name]) - flat(truth[name])).norm()) / size for name in truth}
+    return dict(sorted(errors.items(), key=lambda item: -item[1]))
+
+
+def counts_differ(truth: Reference, in_pieces: Reference) -> bool:
+    """Tell whether the pieces state other items than the whole batch does."""
+    pairs = zip(truth.items, in_pieces.items, strict=False)
+    kept = [(a, b) for a, b in pairs if not (a == 1.0 and b == in_pieces.pieces)]
+    return any(abs(a - b) > 1e-6 * max(abs(a), 1.0) for a, b in kept)
+
+
+def unstable(first: float, again: float) -> Finding:
+    """The same rows under the same draws give different losses."""
+    return Finding(
+        "answers-differ",
+        "the same rows under the same draws give different losses",
+        f"{first:.9g}, then {again:.9g}",
+        0.5,
+        None,
+        Change(
+            "loss_fn(model, micro_batch)",
+            "torch.use_deterministic_algorithms(True)  # or remove what changes with calls",
+        ),
+        "A state that moves with each call (a counter, a queue, an average) makes pieces depend on their order.",
+    )
+
+
+def miscounted(truth: Reference, in_pieces: Reference, size: Comparison) -> Finding:
+    """The items that pieces state don't add up to those of the whole batch."""
+    return Finding(
+        "items-do-not-add-up",
+        f"the pieces state {in_pieces.items} items together, the whole batch {truth.items}",
+        str(size),
+        max(size.error, 0.02),
+        None,
+        Change("wb.from_mean(outputs.loss, items=n)", "wb.from_mean(outputs.loss, items=what_this_loss_divided_by)"),
+        "A count must be additive over rows: labels after the shift, weights actually used.",
+    )
+
+
+def coupled(model: nn.Module, pieces: Sequence[Any], size: Comparison) -> Finding:
+    """Every piece is right by itself, the batch is not their sum: rows meet."""
+    layers = [name for name, module in model.named_modules() if uses_batch_statistics(module)]
+    rows = [rows_or_one(piece) for piece in pieces]
+    if layers:
+        what = f"{len(layers)} BatchNorm layers (first: '{layers[0]}') normalise pieces of {rows[0]} rows by themselves"
+        into = 'batch_norm="exact"'
+    else:
+        what = f"rows meet in the model or in the loss: pieces of {rows[:NAMED]} rows see only themselves"
+        into = "wb.coupled_backward(model, encode, loss_fn, batch, micro_batch_size=...)"
+    return Finding(
+        "rows-meet",
+        what,
+        str(size),
+        max(size.error, 0.02),
+        None,
+        Change("wb.backward(model, loss_fn, batch, micro_batch_size=...)", into),
+        "The pieces, read plainly, give the same gradient as backward: what differs is what they are pieces of.",
+    )
+
+
+def uses_batch_statistics(module: nn.Module) -> bool:
+    """Tell whether a layer normalises by the statistics of the rows it is given."""
+    kind = nn.modules.batchnorm._BatchNorm
+    return isinstance(module, kind) and (module.training or module.running_mean is None)
+
+
+def unexplained(size: Comparison, why: str) -> Finding:
+    """A difference whose cause is not known."""
+    return Finding(
+        "unexplained",
+        "the gradient is not the whole batch's, and the cause is not known",
+        f"{size}; {why}",
+        max(size.error, 0.02),
+        None,
+        Change("", "report.by_parameter  # shows where the difference lies"),
+    )
