@@ -224,7 +224,18 @@ def move(nest: Any, device: torch.device | str | None) -> Any:
     if device is None:
         return nest
     target = torch.device(device)
+    if _lies_on(nest, target):
+        return nest
     return Nest(nest).map(lambda leaf: leaf.kind.move(leaf.value, target))
+
+
+def _lies_on(nest: Any, device: torch.device) -> bool:
+    """Tell at a glance whether plain containers of plain tensors are on a device; False if it takes a closer look."""
+    if type(nest) is torch.Tensor:
+        return bool(nest.device == device)
+    if type(nest) is dict:
+        return all(_lies_on(value, device) for value in nest.values())
+    return type(nest) in (tuple, list) and all(_lies_on(value, device) for value in nest)
 
 
 def _parts(value: Any, outermost: bool) -> list[tuple[str, Any]] | None:

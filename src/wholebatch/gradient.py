@@ -31,19 +31,21 @@ from wholebatch.denominators import (
     stated_divisors,
     uniform,
 )
-from wholebatch.errors import InexactError, LossError, SyncError
+from wholebatch.errors import SyncError
 from wholebatch.loss import Answer, Count, TermKey, read
 from wholebatch.memory import offloaded
 from wholebatch.norms import pooled
 from wholebatch.options import Options, checked
-from wholebatch.precision import Gradients, device_of, leaves_of, nodes_of, precise
+from wholebatch.precision import Gradients, leaves_of, nodes_of
 from wholebatch.ranks import ranks_of
 from wholebatch.reach import named_leaves
 from wholebatch.recovery import Recovery, Redo
-from wholebatch.refusals import refuse_inexact
+from wholebatch.refusals import refuse_foreign, refuse_inexact, refuse_moved
+from wholebatch.shares import Shares, weighted
 from wholebatch.sizes import Auto, Size
 from wholebatch.staged import window_for
 from wholebatch.state import State
+from wholebatch.survey import Survey
 from wholebatch.sums import KNOWN, Sums, Tally, stated_sums
 from wholebatch.sync import Ranks, Status, Travel
 from wholebatch.window import Piece, pieces_of
@@ -169,19 +171,16 @@ def accumulate(
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is {type(model).__name__}; pass the torch.nn.Module whose gradient is wanted.")
     chosen = checked(options)
-    ranks = ranks_of(model, chosen.get("sync", "last"))
+    survey = Survey(model)
+    ranks = ranks_of(survey, chosen.get("sync", "last"))
     auto = micro_batch_size if isinstance(micro_batch_size, Auto) else None
-    gradients = Gradients(
-        [*model.parameters(), *also],
-        ranks.views,
-        chosen.get("accumulate_in") or ranks.accumulate_in,
-        journal=auto is not None,
-    )
+    wide = chosen.get("accumulate_in") or ranks.accumulate_in
+    gradients = Gradients([*survey.parameters, *also], ranks.views, wide, journal=auto is not None)
     with ranks:
         pieces = pieces_of(batch, micro_batch_size, whole=chosen.get("whole", ()), collate=chosen.get("collate"))
-        refuse_inexact(model, pieces, chosen, auto is not None)
+        refuse_inexact(survey, pieces, chosen, auto is not None)
         with gradients:
-            return _Run(model, loss_fn, pieces, scaler, ranks, gradients, auto, chosen).pending()
+            return _Run(survey, loss_fn, pieces, scaler, ranks, gradients, auto, chosen).pending()
 
 
 class _Recount(Exception):
@@ -193,7 +192,7 @@ class _Run:
 
     def __init__(
         self,
-        model: nn.Module,
+        survey: Survey,
         loss_fn: LossFunction,
         pieces: Sequence[Piece],
         scaler: GradScaler | None,
@@ -202,11 +201,12 @@ class _Run:
         auto: Auto | None,
         options: Options,
     ) -> None:
-        self.model, self.loss_fn, self.pieces = model, loss_fn, list(pieces)
+        model = survey.model
+        self.survey, self.model, self.loss_fn, self.pieces = survey, model, loss_fn, list(pieces)
         self.ranks, self.gradients, self.options = ranks, gradients, options
         self.recovery = None if auto is None else Recovery(auto, model, gradients)
-        self.device = device_of(model)
-        self.seeds = _Seeds(scaler, ranks.divides)
+        self.device = survey.device
+        self.shares = Shares(scaler, ranks.divides, drops_empty=ranks.world == 1)
         self.extent = sum(piece.size for piece in pieces)
         distributed = ranks.world > 1
         self.travel = ranks.travel
@@ -225,7 +225,7 @@ class _Run:
         items = self.options.get("items")
         if self.whole is not None:
             self.whole.forward(self.pieces)
-        state = self.start = None if self.explored else State(self.model)
+        state = self.start = None if self.explored else State(self.survey)
         known = None if items is None else self._stated(items)
         if known is None and self.whole is not None and self.ranks.world > 1:
             known = self._counted()  # gradients of shared statistics add up only if divided by the same numbers
@@ -339,29 +339,16 @@ class _Run:
     def _explore(self, answer: Answer) -> None:
         """Find leaves outside of the model that the window will add to, so that they are mended too."""
         self.explored = True
-        own = {id(parameter) for parameter in self.model.parameters()}
-        leaves = leaves_of(weighted for weighted, _ in _factors(answer).values())
+        own = {id(parameter) for parameter in self.survey.parameters}
+        leaves = leaves_of(output for output, _ in weighted(answer).values())
         foreign = [leaf for leaf in leaves if id(leaf) not in own and not self.ranks.owns(leaf)]
         self.gradients.include([*foreign, *named_leaves(self.loss_fn)])
-        foreign = [leaf for leaf in foreign if isinstance(leaf, nn.Parameter)]
-        if foreign and self.ranks.world > 1:
-            raise SyncError(
-                f"The loss reaches {len(foreign)} parameters outside of the wrapped model (first: shape "
-                f"{tuple(foreign[0].shape)}), whose gradients no rank would exchange. Make them part of the module "
-                "that DistributedDataParallel wraps or fully_shard shards."
-            )
+        if self.ranks.world > 1:
+            refuse_foreign(foreign)
 
     def _propagate(self, answer: Answer | None, denominators: Denominators, last: bool = False) -> None:
-        outputs: list[Tensor] = []
-        seeds: list[Tensor | None] = []
-        if answer is not None:
-            divisors = denominators.of(answer)
-            skipped = _empty(divisors) if self.ranks.world == 1 else set()
-            for key, (weighted, factor) in _factors(answer).items():
-                if weighted.requires_grad and key not in skipped:
-                    outputs.append(weighted)
-                    seeds.append(self.seeds(weighted, factor, divisors[key]))
-            self._refuse_constant(answer, outputs)
+        """Go back from an answer's share; the last time, all ranks reduce what has been summed."""
+        outputs, seeds = ([], []) if answer is None else self.shares.of(answer, denominators)
         if last and not outputs:
             outputs, seeds = self.ranks.idle(), [None]
         if last:
@@ -412,68 +399,8 @@ class _Run:
     def _refuse_moved_buffers(self) -> None:
         """Look once, after the first forward, whether the model keeps running values of its own."""
         self.settled_buffers = True
-        moved = self.start.moved(self.model) if self.start is not None and len(self.pieces) > 1 else []
-        if moved:
-            assert self.start is not None
-            self.start.restore()
-            raise InexactError(
-                f"A forward moves {len(moved)} buffers of the model (first: {moved[0]!r}), which then follow each of "
-                f"{len(self.pieces)} micro-batches instead of the batch, and what is computed from them too. Choose "
-                'batch_norm="micro" to go on all the same, or put the module that owns them into eval mode.'
-            )
-
-    def _refuse_constant(self, answer: Answer, outputs: Sequence[Tensor]) -> None:
-        counts = [term.count for term in answer.terms.values() if term.kind not in KNOWN]
-        if outputs or (counts and all(count == 0 for count in counts)):
-            return
-        cause = "" if torch.is_grad_enabled() else " (gradients are disabled here: torch.no_grad())"
-        raise LossError(
-            f"The loss of a micro-batch does not depend on any parameter that requires a gradient{cause}. Return None "
-            "for a micro-batch with nothing to learn from."
-        )
-
-
-class _Seeds:
-    """The numbers that backward passes start from: weight x ranks / denominator, times the scaler's scale."""
-
-    def __init__(self, scaler: GradScaler | None, world: int) -> None:
-        self._scaler, self._world = scaler, world
-        self._units: dict[tuple[torch.device, torch.dtype], Tensor] = {}
-        self._made: dict[tuple[torch.device, torch.dtype, float], Tensor] = {}
-
-    def __call__(self, output: Tensor, weight: float, divisor: Count) -> Tensor:
-        place = (output.device, output.dtype)
-        if isinstance(divisor, Tensor):
-            exact = divisor.to(output.device, precise(output.device))
-            ratio = torch.where(exact != 0, weight * self._world / exact, 0.0)
-            return (self._unit(output) * ratio).to(output.dtype)
-        number = weight * self._world / divisor if divisor else 0.0
-        seed = self._made.get((*place, number))
-        if seed is None:
-            seed = self._made[(*place, number)] = self._unit(output) * number
-        return seed
-
-    def _unit(self, output: Tensor) -> Tensor:
-        place = (output.device, output.dtype)
-        if place not in self._units:
-            one = torch.ones((), device=output.device, dtype=output.dtype)
-            scaled = one if self._scaler is None else self._scaler.scale(one)
-            self._units[place] = scaled.to(output.dtype)
-        return self._units[place]
-
-
-def _factors(answer: Answer) -> dict[TermKey, tuple[Tensor, float]]:
-    """Split each weighted term into a tensor to go back from and a number to begin with."""
-    return {
-        key: (term.total, term.weight) if isinstance(term.weight, float) else (term.total * term.weight, 1.0)
-        for key, term in answer.terms.items()
-    }
-
-
-def _empty(divisors: Divisors) -> set[TermKey]:
-    """Name the terms without any item in a batch whose other terms have some: what they hold may not even be finite."""
-    empty = {key for key, divisor in divisors.items() if isinstance(divisor, float) and divisor == 0}
-    return empty if len(empty) < len(divisors) else set()
+        if self.start is not None and len(self.pieces) > 1:
+            refuse_moved(self.start, len(self.pieces))
 
 
 def _is_one(factor: Count) -> bool:

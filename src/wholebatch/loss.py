@@ -145,11 +145,18 @@ def mean(values: Tensor, weights: Tensor | None = None) -> Mean:
     if values.dim() == 0:
         raise LossError(f"mean(values) needs values before they are reduced; got one number. {FORMS}")
     if weights is None:
-        return Mean(_sum(values), values.numel(), kind="shape", source=tuple(values.shape))
+        return _term(_sum(values), float(values.numel()), "shape", values.shape)
     spread = _spread(weights, values)
     chosen = torch.where(spread, values, 0) if spread.dtype is torch.bool else values * spread
     each = values.numel() // max(weights.numel(), 1)
-    return Mean(_sum(chosen), _sum(spread), kind="weights", source=weights, spread=each)
+    return _term(_sum(chosen), plain_count(_sum(spread)), "weights", weights, each)
+
+
+def _term(total: Tensor, count: Count, kind: str, source: object, spread: int = 1) -> Mean:
+    """Make a term of sums that need no check; it is made with every micro-batch, so it is made quickly."""
+    made = object.__new__(Mean)
+    vars(made).update(total=total, count=count, weight=1.0, kind=kind, source=source, spread=spread)
+    return made
 
 
 def total(values: Tensor) -> Mean:
@@ -163,7 +170,7 @@ def total(values: Tensor) -> Mean:
         >>> float(wb.total(torch.tensor([1.0, 2.0])).value)
         3.0
     """
-    return Mean(_sum(floating(values, "values")), 1.0, kind="one")
+    return _term(_sum(floating(values, "values")), 1.0, "one", None)
 
 
 def once(value: Tensor) -> Mean:

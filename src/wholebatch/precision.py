@@ -13,6 +13,7 @@ from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 
 from wholebatch.loss import Count
+from wholebatch.survey import Survey
 
 
 class Gradients:
@@ -240,8 +241,8 @@ def total_norm(grads: Sequence[Tensor], device: torch.device) -> Tensor:
     squares: list[Tensor] = []
     for (shards, _, dtype), group in groups.items():
         wide = dtype if dtype.is_complex else torch.promote_types(dtype, torch.float32)
-        norms = [norm.real.to(device, precise(device)) for norm in torch._foreach_norm(group, 2, dtype=wide)]
-        squares.append(torch.stack(norms).square().sum())
+        norms = torch.stack(torch._foreach_norm(group, 2, dtype=wide))
+        squares.append(norms.real.to(device, precise(device)).square().sum())
         for ranks in shards:
             torch.distributed.all_reduce(squares[-1], group=ranks)
     return torch.stack(squares).sum().sqrt()
@@ -278,8 +279,7 @@ def power_of_two(number: Count) -> Count:
 
 def device_of(model: nn.Module) -> torch.device | None:
     """Name the one device of a model's parameters and buffers; None if it has several or none."""
-    devices = {t.device for t in (*model.parameters(), *model.buffers()) if t.device.type != "meta"}
-    return devices.pop() if len(devices) == 1 else None
+    return Survey(model).device
 
 
 def _on(factor: Count, device: torch.device, dtype: torch.dtype) -> Count:

@@ -10,25 +10,28 @@ from torch.nn.parallel import DistributedDataParallel
 
 from wholebatch.errors import SyncError
 from wholebatch.replicated import DataParallelRanks
+from wholebatch.survey import Survey
 from wholebatch.sync import Ranks
 
 OLDEST_FOR_SHARDS = (2, 8)
 """The first torch whose FSDP2 gives exact sums with every backend."""
 
 
-def ranks_of(model: nn.Module, sync: Literal["last", "every"] = "last") -> Ranks:
+def ranks_of(survey: Survey, sync: Literal["last", "every"] = "last") -> Ranks:
     """Find out over which ranks a model's gradients are reduced.
 
     Args:
-        model: plain, wrapped in ``DistributedDataParallel``, or sharded by ``fully_shard``.
+        survey: of the model: plain, wrapped in ``DistributedDataParallel``, or sharded by ``fully_shard``.
         sync: when gradients travel: once a window, or with each micro-batch.
 
     Raises:
         SyncError: for a wrapper that is not supported.
     """
+    model = survey.model
     if isinstance(model, DistributedDataParallel):
         return DataParallelRanks(model, every=sync == "every")
-    wrappers = {type(module).__name__ for module in model.modules()}
+    kinds = {type(module) for module in survey.modules}
+    wrappers = {kind.__name__ for kind in kinds}
     if "FullyShardedDataParallel" in wrappers:
         raise SyncError(
             "FullyShardedDataParallel keeps its parameters in flat pieces of its own. Shard the model with "
@@ -39,7 +42,7 @@ def ranks_of(model: nn.Module, sync: Literal["last", "every"] = "last") -> Ranks
             "torch.nn.DataParallel gathers losses from replicas inside one forward; use DistributedDataParallel, "
             "one process a device, started by torchrun."
         )
-    if any(hasattr(module, "set_requires_gradient_sync") for module in model.modules()):
+    if any(hasattr(kind, "set_requires_gradient_sync") for kind in kinds):
         return _sharded(model, sync)
     return Ranks()
 

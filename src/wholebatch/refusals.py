@@ -4,59 +4,92 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torch import nn
+from torch import Tensor, nn
 
-from wholebatch.errors import InexactError
+from wholebatch.errors import InexactError, SyncError
 from wholebatch.options import Options
+from wholebatch.state import State
+from wholebatch.survey import Survey
 from wholebatch.window import Piece
 
 
-def refuse_inexact(model: nn.Module, pieces: Sequence[Piece], options: Options, splits: bool = False) -> None:
+def refuse_inexact(survey: Survey, pieces: Sequence[Piece], options: Options, splits: bool = False) -> None:
     """Raise if running these pieces one after another would not give the gradient of the batch.
 
     Args:
+        survey: of the model.
+        pieces: of the batch.
+        options: as the user chose them.
         splits: whether a single piece, too, may be split on the way.
 
     Raises:
-        InexactError: for BatchNorm layers that use batch statistics, unless ``batch_norm="micro"`` was chosen, and
-            for parameters that are updated or read by a hook before the window ends.
+        InexactError: for BatchNorm layers that use batch statistics, unless a way to run them was chosen, and for
+            parameters that are updated or read by a hook before the window ends.
     """
     if len(pieces) < 2 and not splits:
         return
-    _refuse_hooks(model)
+    _refuse_hooks(survey)
     if options.get("batch_norm") is None:
-        _refuse_batch_norm(model, pieces)
+        _refuse_batch_norm(survey, pieces)
 
 
-def batch_norms(model: nn.Module) -> dict[str, nn.Module]:
-    """Find the BatchNorm layers that normalise with statistics of the batch at hand, by name."""
-    return {
-        name: layer
-        for name, layer in model.named_modules()
+def refuse_moved(start: State, pieces: int) -> None:
+    """Raise if a forward has moved buffers of real numbers since a snapshot, and put them back.
+
+    Raises:
+        InexactError: naming the first.
+    """
+    moved = start.moved()
+    if not moved:
+        return
+    start.restore()
+    raise InexactError(
+        f"A forward moves {len(moved)} buffers of the model (first: {moved[0]!r}), which then follow each of {pieces} "
+        "micro-batches instead of the batch, and what is computed from them too. Choose "
+        'batch_norm="micro" to go on all the same, or put the module that owns them into eval mode.'
+    )
+
+
+def refuse_foreign(leaves: Sequence[Tensor]) -> None:
+    """Raise if parameters are among leaves whose gradients no rank would exchange.
+
+    Raises:
+        SyncError: with their number and the first one's shape.
+    """
+    foreign = [leaf for leaf in leaves if isinstance(leaf, nn.Parameter)]
+    if foreign:
+        raise SyncError(
+            f"The loss reaches {len(foreign)} parameters outside of the wrapped model (first: shape "
+            f"{tuple(foreign[0].shape)}), whose gradients no rank would exchange. Make them part of the module that "
+            "DistributedDataParallel wraps or fully_shard shards."
+        )
+
+
+def _refuse_batch_norm(survey: Survey, pieces: Sequence[Piece]) -> None:
+    layers = [
+        layer
+        for layer in survey.modules
         if isinstance(layer, nn.modules.batchnorm._BatchNorm) and (layer.training or layer.running_mean is None)
-    }
-
-
-def _refuse_batch_norm(model: nn.Module, pieces: Sequence[Piece]) -> None:
-    layers = batch_norms(model)
+    ]
     if not layers:
         return
     rows = [piece.rows for piece in pieces]
     raise InexactError(
-        f"{len(layers)} BatchNorm layer{'s' * (len(layers) > 1)} using batch statistics (first: {next(iter(layers))!r}) "
-        f"would normalise each micro-batch of {max(rows)} alone, not the batch of {sum(rows)}. Choose "
-        'batch_norm="exact" (statistics of the whole batch), "pooled" (running statistics alone) or "micro" (as usual), or '
-        "put the layers into eval mode. Where one layer of the whole batch fits into memory, one piece with offload=True "
-        "is exact too, and faster than pieces."
-
+        f"{len(layers)} BatchNorm layer{'s' * (len(layers) > 1)} using batch statistics (first: "
+        f"{survey.path(layers[0], '')!r}) would normalise each micro-batch of {max(rows)} alone, not the batch of "
+        f'{sum(rows)}. Choose batch_norm="exact" (statistics of the whole batch), "pooled" (running statistics alone) or '
+        '"micro" (as usual), or put the layers into eval mode. Where one layer of the whole batch fits into memory, one '
+        "piece with offload=True is exact too, and faster than pieces."
     )
 
 
-def _refuse_hooks(model: nn.Module) -> None:
-    for name, parameter in model.named_parameters():
-        if getattr(parameter, "_post_accumulate_grad_hooks", None):
-            raise InexactError(
-                f"Parameter {name!r} has a hook that runs after each accumulation, as optimizers in the backward pass "
-                "do: it would see the gradient of one micro-batch, not of the batch. Remove the hook (it is the handle "
-                "returned by register_post_accumulate_grad_hook) and step after wb.backward, or use wb.Step."
-            )
+def _refuse_hooks(survey: Survey) -> None:
+    hooked = [p for p in survey.parameters if getattr(p, "_post_accumulate_grad_hooks", None)]
+    if not hooked:
+        return
+    name = next(name for name, parameter in survey.model.named_parameters() if parameter is hooked[0])
+    raise InexactError(
+        f"Parameter {name!r} has a hook that runs after each accumulation, as optimizers in the backward pass do: it "
+        "would see the gradient of one micro-batch, not of the batch. Remove the hook (it is the handle returned by "
+        "register_post_accumulate_grad_hook) and step after wb.backward, or use wb.Step."
+    )

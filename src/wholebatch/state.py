@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from wholebatch.survey import Survey
+
 
 class State:
     """Random state and module buffers at one moment, to be gone back to.
@@ -18,17 +20,18 @@ class State:
     model's devices, NumPy's global state if NumPy is loaded, and every buffer of the model.
 
     Args:
-        model: whose devices and buffers are taken; None for the random state alone.
+        model: whose devices and buffers are taken, or a survey of it; None for the random state alone.
         buffers: whether its buffers are wanted.
     """
 
-    def __init__(self, model: nn.Module | None = None, buffers: bool = True) -> None:
+    def __init__(self, model: nn.Module | Survey | None = None, buffers: bool = True) -> None:
+        self._survey = model if isinstance(model, Survey) else Survey(model or nn.Module())
         self._python = random.getstate()
         self._torch = torch.get_rng_state()
-        self._devices = [(device, _generator_state(device)) for device in _accelerators(model)]
+        self._devices = [(device, _generator_state(device)) for device in _accelerators(self._survey)]
         numpy = sys.modules.get("numpy")
         self._numpy: Any = None if numpy is None else numpy.random.get_state()
-        self._buffers = _held(model if buffers else None)
+        self._buffers = _held(self._survey) if buffers else []
 
     def restore(self) -> None:
         """Go back to the moment of the snapshot; buffers keep their identity."""
@@ -43,10 +46,9 @@ class State:
             if getattr(held.module, held.name) is not held.buffer:
                 setattr(held.module, held.name, held.buffer)
 
-    def moved(self, model: nn.Module) -> list[str]:
+    def moved(self) -> list[str]:
         """Name the buffers of real numbers that a forward has changed since; on a device, those changed in place."""
-        paths = {id(module): f"{path}." if path else "" for path, module in model.named_modules()}
-        return [paths[id(held.module)] + held.name for held in self._buffers if held.moved()]
+        return [self._survey.path(held.module, held.name) for held in self._buffers if held.moved()]
 
     def restore_random(self) -> None:
         """Go back to the random state alone and leave the buffers as they are now."""
@@ -76,21 +78,12 @@ class _Held(NamedTuple):
         return not bool(((now == self.saved) | (now.isnan() & self.saved.isnan())).all())
 
 
-def _held(model: nn.Module | None) -> list[_Held]:
-    modules = () if model is None else model.modules()
-    return [
-        _Held(module, name, buffer, buffer.detach().clone(), buffer._version)
-        for module in modules
-        for name, buffer in module.named_buffers(recurse=False)
-        if not buffer.is_meta
-    ]
+def _held(survey: Survey) -> list[_Held]:
+    return [_Held(*owned, owned.buffer.detach().clone(), owned.buffer._version) for owned in survey.buffers]
 
 
-def _accelerators(model: nn.Module | None) -> list[torch.device]:
-    if model is None:
-        return []
-    tensors = [*model.parameters(), *model.buffers()]
-    return sorted({t.device for t in tensors if t.device.type not in ("cpu", "meta")}, key=str)
+def _accelerators(survey: Survey) -> list[torch.device]:
+    return sorted((device for device in survey.devices if device.type != "cpu"), key=str)
 
 
 def _generator_state(device: torch.device) -> Tensor:
