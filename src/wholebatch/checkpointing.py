@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from wholebatch.memory import counting_again
+
 
 class Checkpointed:
     """Undoes :func:`checkpointed`: call ``remove()``, or use it as a context.
@@ -119,11 +121,11 @@ class _Again:
         return checkpoint(self._forward, *args, use_reentrant=False, context_fn=self._contexts, **kwargs)
 
     def _contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        return nullcontext(), _borrowed_buffers(self._block)
+        return nullcontext(), _second_forward(self._block, counting_again())
 
 
 @contextmanager
-def _borrowed_buffers(block: nn.Module) -> Iterator[None]:
+def _second_forward(block: nn.Module, counted: AbstractContextManager[Any]) -> Iterator[None]:
     """Give a second forward copies of the buffers to move, so that it leaves the block's own alone."""
     own: list[tuple[nn.Module, str, Tensor]] = [
         (module, name, buffer) for module in block.modules() for name, buffer in module.named_buffers(recurse=False)
@@ -131,7 +133,8 @@ def _borrowed_buffers(block: nn.Module) -> Iterator[None]:
     for module, name, buffer in own:
         setattr(module, name, buffer.clone())
     try:
-        yield
+        with counted:
+            yield
     finally:
         for module, name, buffer in own:
             setattr(module, name, buffer)

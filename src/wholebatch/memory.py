@@ -102,13 +102,18 @@ class SavedBytes(saved_tensors_hooks):
         self.limit, self.live, self.peak = limit, 0, 0
         self._ignored = {t.untyped_storage().data_ptr() for t in ignored if not t.is_meta}
         self._holders: dict[int, int] = {}
-        super().__init__(self._pack, _Saved.tensor_of)
+        super().__init__(self.pack, _Saved.tensor_of)
 
     def __enter__(self) -> SavedBytes:  # type: ignore[override]
         super().__enter__()
         return self
 
-    def _pack(self, tensor: Tensor) -> _Saved:
+    def pack(self, tensor: Tensor) -> _Saved:
+        """Count a tensor that is about to be saved.
+
+        Raises:
+            OutOfMemoryError: torch's, if it would pass the limit.
+        """
         storage = tensor.untyped_storage()
         key, size = storage.data_ptr(), storage.nbytes()
         if key in self._ignored or size == 0:
@@ -132,6 +137,37 @@ class SavedBytes(saved_tensors_hooks):
         if not self._holders[key]:
             del self._holders[key]
             self.live -= size
+
+
+def counting_again() -> AbstractContextManager[Any]:
+    """Let the `SavedBytes` now in force also see what a checkpoint saves when it runs its block a second time.
+
+    ``torch.utils.checkpoint`` keeps those tensors itself, so that no hook of others sees them, until their last use:
+    the memory of one whole block. Before torch 2.8 the hooks in force cannot be asked for, and nothing more is seen.
+    """
+    owner = getattr(_hooks_in_force()[0], "__self__", None)
+    return _CountedAgain(owner) if isinstance(owner, SavedBytes) else nullcontext()
+
+
+class _CountedAgain(saved_tensors_hooks):
+    def __init__(self, watch: SavedBytes) -> None:
+        self._watch = watch
+
+    def __enter__(self) -> None:
+        keep, give = _hooks_in_force()
+
+        def pack(tensor: Tensor) -> Any:
+            seen = tensor.detach()
+            seen.counted = self._watch.pack(tensor)  # type: ignore[attr-defined]  # lives as long as what is kept
+            return keep(seen)
+
+        super().__init__(pack, give)
+        super().__enter__()
+
+
+def _hooks_in_force() -> tuple[Any, Any]:
+    ask = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda ignored: None)
+    return ask(False) or (None, None)
 
 
 class _Saved:
