@@ -15,7 +15,16 @@ import pytest
 from wholebatch import __version__
 from wholebatch.cli import main
 
-TINY = "--width 8 --layers 1 --heads 2 --batch-size 6 --steps 2 --warmup 1 --device cpu --held-out 0.3".split()
+TINY = [
+    "--width=8",
+    "--layers=1",
+    "--heads=2",
+    "--batch-size=6",
+    "--steps=2",
+    "--warmup=1",
+    "--device=cpu",
+    "--held-out=.3",
+]
 
 
 @pytest.fixture

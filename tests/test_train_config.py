@@ -75,7 +75,7 @@ def test_a_value_that_cannot_be_is_refused_with_what_could_be(tmp_path: Path, te
 
 
 def test_a_config_that_is_not_there_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="missing.yaml cannot be read"):
+    with pytest.raises(ConfigError, match=r"missing\.yaml cannot be read"):
         load(tmp_path / "missing.yaml")
 
 

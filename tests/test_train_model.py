@@ -42,7 +42,7 @@ def test_turned_features_meet_by_their_distance_alone() -> None:
 
 
 def test_heads_that_cannot_share_the_width_are_refused() -> None:
-    with pytest.raises(ConfigError, match="A width of 20 gives 3 heads no even share. Choose a multiple of 6"):
+    with pytest.raises(ConfigError, match=r"A width of 20 gives 3 heads no even share\. Choose a multiple of 6"):
         Decoder(vocabulary=11, width=20, layers=1, heads=3)
 
 

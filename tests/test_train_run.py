@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from wholebatch.train import Config, ConfigError, Outcome, RunError, learner, train
 from wholebatch.train.folder import RunFolder
 
-WORDS = "the batch you meant on the memory you have is one gradient of all rows cut as you like".split()
+WORDS = ["the", "batch", "you", "meant", "on", "the", "memory", "you", "have", "is", "one", "gradient", "of", "all"]
 
 
 class Silent:
@@ -54,8 +54,17 @@ def config(texts: Path, **changes: Any) -> Config:
     small = Config(
         data=texts,
         out=texts.parent / "run",
-        **{"width": 8, "layers": 1, "heads": 2, "context": 64, "batch_size": 12, "max_tokens": 200},
-        **{"steps": 7, "save_every": 3, "warmup": 2, "device": "cpu", "held_out": 0.2},
+        width=8,
+        layers=1,
+        heads=2,
+        context=64,
+        batch_size=12,
+        max_tokens=200,
+        steps=7,
+        save_every=3,
+        warmup=2,
+        device="cpu",
+        held_out=0.2,
     )
     return replace(small, **changes)
 
@@ -266,7 +275,7 @@ def test_a_resumed_run_keeps_its_settings(texts: Path) -> None:
 def test_a_folder_with_a_run_is_not_written_over(texts: Path) -> None:
     first, _ = run(config(texts, steps=1, proof=False))
     before = {path: path.read_bytes() for path in first.folder.rglob("*") if path.is_file()}
-    with pytest.raises(RunError, match="holds a run already. Go on with it: wholebatch train --resume"):
+    with pytest.raises(RunError, match=r"holds a run already. Go on with it: wholebatch train --resume"):
         run(config(texts))
     assert {path: path.read_bytes() for path in first.folder.rglob("*") if path.is_file()} == before
 

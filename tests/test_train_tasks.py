@@ -22,8 +22,16 @@ SENTENCES = [f"{'so ' * (i % 7)}the row {i} has {i % 5} words{' and then some' *
 
 def small(folder: Path, **changes: Any) -> Config:
     made = Config(
-        **{"out": folder / "run", "width": 8, "layers": 1, "heads": 2, "batch_size": 8, "steps": 3},
-        **{"save_every": 2, "warmup": 1, "held_out": 0.2, "device": "cpu"},
+        out=folder / "run",
+        width=8,
+        layers=1,
+        heads=2,
+        batch_size=8,
+        steps=3,
+        save_every=2,
+        warmup=1,
+        held_out=0.2,
+        device="cpu",
     )
     return replace(made, **changes)
 
@@ -104,9 +112,16 @@ def folder_with_a_model(tmp_path: Path) -> Path:
     tokenizer.train_from_iterator(SENTENCES, trainer)
     fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>")
     shape = transformers.GPT2Config(
-        **{"vocab_size": len(fast), "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 48},
-        **{"eos_token_id": fast.eos_token_id, "bos_token_id": fast.eos_token_id},
-        **{"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1},
+        vocab_size=len(fast),
+        n_embd=16,
+        n_layer=1,
+        n_head=2,
+        n_positions=48,
+        eos_token_id=fast.eos_token_id,
+        bos_token_id=fast.eos_token_id,
+        resid_pdrop=0.1,
+        embd_pdrop=0.1,
+        attn_pdrop=0.1,
     )
     folder = tmp_path / "model"
     transformers.GPT2LMHeadModel(shape).save_pretrained(folder)

@@ -36,24 +36,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit status: 0; 1 for an error in what was given, which is written to stderr; 2 for an unknown command;
         128 and the signal for a run that was stopped.
     """
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    command, rest = (given[0], given[1:]) if given else ("--help", [])
+    command, *rest = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
     if command not in COMMANDS:
         near = difflib.get_close_matches(command, COMMANDS, 1)
         hint = f" Did you mean '{near[0]}'?" if near else ""
-        _complain(f"there is no command '{command}'.{hint} See: wholebatch --help")
-        return 2
+        return _refused(f"there is no command '{command}'.{hint} See: wholebatch --help", status=2)
     if rest and command != "train":
-        _complain(f"{command} takes no arguments, but got {' '.join(rest)}.")
-        return 2
+        return _refused(f"{command} takes no arguments, but got {' '.join(rest)}.", status=2)
     try:
         return COMMANDS[command](rest)
     except WholeBatchError as error:
-        _complain(str(error))
-    except KeyboardInterrupt:
-        _complain("interrupted.")
-        return 128 + signal.SIGINT
-    return 1
+        return _refused(str(error), status=1)
+    except KeyboardInterrupt:  # before the first step or after the last; in between, a run saves itself and ends
+        return _refused("interrupted.", status=128 + signal.SIGINT)
 
 
 def train(arguments: list[str]) -> int:
@@ -116,5 +111,7 @@ def _installed(package: str) -> str:
         return "not installed"
 
 
-def _complain(text: str) -> None:
-    print(f"wholebatch: {text}", file=sys.stderr)
+def _refused(reason: str, status: int) -> int:
+    """Say why on stderr, in one line that a script can find."""
+    print(f"wholebatch: {reason}", file=sys.stderr)
+    return status

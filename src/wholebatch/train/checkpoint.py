@@ -87,6 +87,7 @@ def save(
     with _cleaned(new, int(about["step"])):
         shutil.rmtree(new, ignore_errors=True)
         new.mkdir(parents=True)
+        # save_model, not save_file: tied weights are stored once.
         save_model(model, str(new / WEIGHTS), metadata={"format": "pt"})
         torch.save(state, new / STATE)
         if export is not None:
@@ -94,8 +95,11 @@ def save(
         files = {path.name: _identity(path) for path in sorted(new.iterdir())}
         described = {"format": FORMAT, "version": VERSION, **about, "files": files}
         (new / ABOUT).write_text(json.dumps(described, indent=1), encoding="utf-8")
+        # Contents first, then names: a rename that is on disk must never point at content that is not.
         for path in (*new.iterdir(), new):
             _sync(path)
+        # A folder that is not empty cannot be replaced in one move, so the old one steps aside first. A process killed
+        # between the two moves leaves it under its other name, where `read` finds it.
         if current.exists():
             shutil.rmtree(old, ignore_errors=True)
             current.rename(old)

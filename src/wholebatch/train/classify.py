@@ -16,6 +16,7 @@ from wholebatch.train.errors import ConfigError
 from wholebatch.train.model import classifier, parameters_of
 from wholebatch.train.tables import Sample, content, read_table, standardise
 from wholebatch.train.task import Batch, Task, device_of, digest
+from wholebatch.train.words import DEFAULT_BATCH
 from wholebatch.window import pieces_of
 
 PIECE_ROWS = 256
@@ -27,9 +28,11 @@ class Classify(Task):
     measure_name, unit = "accuracy", "of the rows right"
 
     def __init__(self, config: Config) -> None:
-        if config.model is not None or config.max_tokens is not None:
-            word = "model" if config.model is not None else "max_tokens"
-            raise ConfigError(f"{word} is {getattr(config, word)}, but the task classify has no {word}. Leave it out.")
+        for word in ("model", "max_tokens"):
+            if getattr(config, word) is not None:
+                raise ConfigError(
+                    f"{word} is {getattr(config, word)}, but the task classify has no {word}. Leave it out."
+                )
         table = read_table(config.data, config.label, config.image_size)
         train, held = held_out(table.samples, config.held_out, content)
         self.train, self.held = standardise(train, train), standardise(train, held)
@@ -37,10 +40,9 @@ class Classify(Task):
         self.model = classifier(shape, len(table.classes), config.width, config.layers)
         self.peak_lr = 3e-3
         rows = config.micro_batch_size
-        self.size = max(1, (config.batch_size or 1) // 4) if rows == "auto" else rows
-        kind = "convolutional" if len(shape) == 3 else "dense"
+        self.size = -(-(config.batch_size or DEFAULT_BATCH) // 4) if rows == "auto" else rows
         inputs = " x ".join(map(str, shape))
-        self.network = f"{kind} classifier of {inputs} inputs, {parameters_of(self.model):,} parameters"
+        self.network = f"a small classifier of {inputs} inputs, {parameters_of(self.model):,} parameters"
         where = config.data or "scikit-learn's digits"
         self.origin = f"{where}: {len(train):,} rows to train on, {len(held):,} held out, {len(table.classes)} classes"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 import types
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, Union, get_args, get_origin, get_type_hints
@@ -96,25 +97,26 @@ class Config:
     """Hold one batch's gradient against the reference at the end."""
 
     def __post_init__(self) -> None:
-        for name in _AT_LEAST_ONE:
-            value = getattr(self, name)
-            if isinstance(value, int) and value < 1:
-                raise ConfigError(f"{name} is {value}; it must be at least 1.")
-        for name in ("lr", "max_grad_norm"):
-            value = getattr(self, name)
-            if value is not None and not 0 < value < math.inf:
-                raise ConfigError(f"{name} is {value}; it must be a positive number.")
-        if not 0 < self.held_out < 1:
-            raise ConfigError(f"held_out is {self.held_out}; it is a share of the rows, between 0 and 1.")
-        if self.warmup < 0 or self.weight_decay < 0:
-            raise ConfigError(f"warmup is {self.warmup} and weight_decay {self.weight_decay}; neither may be negative.")
+        values = vars(self)
+        for name, (says, holds) in _RULES.items():
+            value = values[name]
+            # "auto" and None are words for "left out"; whatever they stand for obeys the rule.
+            if isinstance(value, (int, float)) and not holds(value):
+                raise ConfigError(f"{name} is {value}; it must be {says}.")
 
 
-_AT_LEAST_ONE = (
-    *("batch_size", "micro_batch_size", "max_tokens", "per_device_train_batch_size", "gradient_accumulation_steps"),
-    *("accumulate_grad_batches", "nbs", "steps", "epochs", "save_every"),
-    *("width", "layers", "heads", "context", "image_size"),
-)
+_Rule: TypeAlias = "tuple[str, Callable[[float], bool]]"
+_WHOLE: _Rule = ("at least 1", lambda value: value >= 1)
+_POSITIVE: _Rule = ("a positive number", lambda value: 0 < value < math.inf)
+_NOT_NEGATIVE: _Rule = ("0 or more", lambda value: 0 <= value < math.inf)
+_RULES: dict[str, _Rule] = {
+    **dict.fromkeys(("batch_size", "micro_batch_size", "max_tokens", "per_device_train_batch_size", "nbs"), _WHOLE),
+    **dict.fromkeys(("gradient_accumulation_steps", "accumulate_grad_batches", "steps", "epochs"), _WHOLE),
+    **dict.fromkeys(("save_every", "width", "layers", "heads", "context", "image_size"), _WHOLE),
+    **dict.fromkeys(("lr", "max_grad_norm"), _POSITIVE),
+    **dict.fromkeys(("warmup", "weight_decay"), _NOT_NEGATIVE),
+    "held_out": ("a share of the rows, between 0 and 1", lambda value: 0 < value < 1),
+}
 
 
 def load(path: Path) -> Config:
@@ -128,12 +130,12 @@ def load(path: Path) -> Config:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"The config {path} cannot be read: {error}.") from None
-    lines: dict[str, int] = {}
-    values = _mapping(text, path, lines)
+    settings = _mapping(text, path)
+    typed = {key: _typed(key, value, f"{path}, line {line}") for key, (line, value) in settings.items()}
     try:
-        return Config(**{key: _typed(key, value, f"{path}, line {lines[key]}") for key, value in values.items()})
+        return Config(**typed)
     except ConfigError as error:
-        raise error if str(path) in str(error) else ConfigError(f"{path}: {error}") from None
+        raise ConfigError(f"{path}: {error}") from None
 
 
 def dump(config: Config) -> str:
@@ -162,8 +164,8 @@ def nearest(word: str, known: list[str]) -> str:
     return f" Did you mean '{near[0]}'?" if near else ""
 
 
-def _mapping(text: str, path: Path, lines: dict[str, int]) -> dict[str, Any]:
-    """Parse the YAML and note the line of every key."""
+def _mapping(text: str, path: Path) -> dict[str, tuple[int, Any]]:
+    """Parse the YAML: the line and the value of every key."""
     import yaml
 
     try:
@@ -171,46 +173,56 @@ def _mapping(text: str, path: Path, lines: dict[str, int]) -> dict[str, Any]:
         values = yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}.") from None
-    if node is None:
-        raise ConfigError(f"{path} is empty. Give at least one setting, such as 'steps: 100'.")
     if not isinstance(node, yaml.MappingNode):
-        raise ConfigError(f"{path} holds no settings. Write one a line, such as 'steps: 100'.")
+        state = "is empty" if node is None else "holds no settings"
+        raise ConfigError(f"{path} {state}. Write one setting a line, such as 'steps: 100'.")
+    lines = _lines([(str(key.value), key.start_mark.line + 1) for key, _ in node.value], path)
+    return {key: (line, values[key]) for key, line in lines.items()}
+
+
+def _lines(keys: list[tuple[str, int]], path: Path) -> dict[str, int]:
+    """Return the line of every key, each of which is a setting and comes once."""
     known = [field.name for field in fields(Config)]
-    for key_node, _ in node.value:
-        key, line = str(key_node.value), key_node.start_mark.line + 1
+    lines: dict[str, int] = {}
+    for key, line in keys:
         if key not in known:
             raise ConfigError(f"{path}, line {line}: there is no setting '{key}'.{nearest(key, known)}")
-        if key in lines:
+        if key in lines:  # YAML itself would silently keep the last one
             raise ConfigError(f"{path}, line {line}: '{key}' was set before, in line {lines[key]}. Keep one.")
         lines[key] = line
-    return dict(values)
+    return lines
 
 
 def _typed(key: str, value: Scalar, where: str) -> Any:
     """Bring a YAML value to the type of its field."""
     kind = get_type_hints(Config)[key]
     choices = get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
-    for choice in choices:
-        if (found := _as(choice, value)) is not None or (value is None and choice is type(None)):
-            return found
-    wanted = " or ".join(_in_words(choice) for choice in choices if choice is not type(None))
-    raise ConfigError(f"{where}: {key} is {value!r}; it must be {wanted}.")
+    if value is None and type(None) in choices:
+        return None
+    found = [result for choice in choices if (result := _as(choice, value)) is not None]
+    if not found:
+        wanted = " or ".join(_in_words(choice) for choice in choices if choice is not type(None))
+        raise ConfigError(f"{where}: {key} is {value!r}; it must be {wanted}.")
+    return found[0]
 
 
 def _as(kind: Any, value: Scalar) -> object:
-    """Return the value as this type, or None if it is none. YAML reads 5e-3 as text, so numbers may be quoted."""
+    """Return the value as this type, or None if it is none."""
     if get_origin(kind) is Literal:
         return value if value in get_args(kind) else None
-    if kind is float and isinstance(value, (int, float, str)) and not isinstance(value, bool):
-        try:
-            return float(value)
-        except ValueError:
-            return None
+    if kind is float:
+        return _number(value)
     if kind is Path:
         return Path(value) if isinstance(value, str) else None
-    if kind in (int, bool, str):
-        return value if type(value) is kind else None
-    return None
+    return value if type(value) is kind else None  # not isinstance: True is no number of steps
+
+
+def _number(value: Scalar) -> float | None:
+    """Return a number, which may be text: YAML 1.1 reads 5e-3 so."""
+    try:
+        return None if value is None or isinstance(value, bool) else float(value)
+    except (ValueError, TypeError):
+        return None
 
 
 def _in_words(kind: Any) -> str:

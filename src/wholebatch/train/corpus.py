@@ -71,6 +71,7 @@ def _of_file(path: Path) -> Iterator[str]:
             tree = ast.parse(path.read_bytes())
     except (SyntaxError, ValueError, OSError):  # a template, or a file for another Python
         return
+    # Not ast.walk, which visits every expression: definitions inside definitions are enough, and ten times faster.
     yield from _of_tree(tree)
 
 

@@ -67,6 +67,7 @@ def read_lines(path: Path) -> Iterator[tuple[int, str]]:
         DataError: for a file that is not there or empty, or bytes that are no UTF-8; names the line.
     """
     content = read_bytes(path)
+    # Split at newlines only: str.splitlines would also end a row at a form feed, and lines would be miscounted.
     for number, line in enumerate(content.removeprefix(b"\xef\xbb\xbf").split(b"\n"), 1):
         try:
             text = line.decode("utf-8").rstrip("\r")

@@ -83,7 +83,7 @@ class Terminal(Plain):
 
     def step(self, record: dict[str, Any]) -> None:
         """Move the bar, and now and then leave a line."""
-        self.progress.start()
+        self.progress.start()  # with the first step, so that no empty bar stands under the notes
         super().step(record)
         now = f"step {record['step']} of {record['steps']}   loss {record['loss']:.4f}   {clock(record['left'])} left"
         self.progress.update(

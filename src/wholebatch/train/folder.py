@@ -64,6 +64,7 @@ class RunFolder:
             RunError: if the disk is full; what was written before stays.
         """
         try:
+            # Opened and closed a step: what a killed run wrote is then in the system's hands, not in a buffer of ours.
             with self._metrics.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(record) + "\n")
         except OSError as error:

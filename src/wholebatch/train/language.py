@@ -66,6 +66,7 @@ class Bytes:
     def proceed(self, model: Any, prompt: str, length: int) -> str:
         """Draw bytes at temperature 0.8, the same ones every time, until the row ends."""
         tokens = self.encode(prompt)[:-1]
+        # Draws of its own: a sample must not change what the run draws next.
         draws = torch.Generator().manual_seed(0)
         device = next(model.parameters()).device
         for _ in range(length):
@@ -87,6 +88,7 @@ class HuggingFace:
         transformers = require("transformers", "hf", "A model folder")
         if not (folder / "config.json").is_file():
             raise ConfigError(f"{folder} is no Hugging Face model folder: config.json is missing.")
+        # Its bars and hints would break into our own lines.
         transformers.utils.logging.set_verbosity_error()
         transformers.utils.logging.disable_progress_bar()
         try:
@@ -96,6 +98,7 @@ class HuggingFace:
             first = str(error).strip().splitlines()[0]
             raise ConfigError(f"{folder} does not hold a causal model with its tokenizer: {first}") from None
         self.model: nn.Module = loaded.float()
+        # Keys and values are kept for generation; in training they only take memory.
         loaded.config.use_cache = False
         self.end: int | None = self.tokenizer.eos_token_id
         self.context = min(config.context, getattr(loaded.config, "max_position_embeddings", None) or config.context)

@@ -132,6 +132,7 @@ class Learner:
         self.optimizer.load_state_dict(state["optimizer"])
         self.schedule.load_state_dict(state["schedule"])
         self.step.load_state_dict(state["step"])
+        # Last, since what stands above may draw.
         torch.set_rng_state(state["draws"])
         if state["device_draws"] and self.device.type == "cuda":
             torch.cuda.set_rng_state_all(state["device_draws"])

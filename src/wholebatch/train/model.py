@@ -85,6 +85,7 @@ class Decoder(nn.Module):
 
 def turns(length: int, width: int) -> Tensor:
     """Return the cosine and sine (2, length, width / 2) by which each position turns each pair of features."""
+    # In float64, then rounded once: late positions keep their angle.
     speed = 10000.0 ** -(torch.arange(0, width, 2, dtype=torch.float64) / width)
     angle = torch.arange(length, dtype=torch.float64)[:, None] * speed
     return torch.stack((angle.cos(), angle.sin()))
@@ -102,17 +103,30 @@ def classifier(shape: torch.Size, classes: int, width: int, layers: int) -> nn.S
 
     No layer lets rows meet: there is no BatchNorm.
     """
-    inputs, *space = shape
-    body: list[nn.Module] = []
-    for layer in range(layers):
-        width_in = width if layer else inputs
-        body += [nn.Conv2d(width_in, width, 3, padding=1) if space else nn.Linear(width_in, width), nn.GELU()]
-        if space and layer % 2 == 0 and min(space) >> (layer // 2) > 2:
-            body.append(nn.MaxPool2d(2))
-    body += [nn.AdaptiveAvgPool2d(2), nn.Flatten()] if space else []
-    return nn.Sequential(*body, nn.Linear(4 * width if space else width, classes))
+    if len(shape) == 3:
+        return nn.Sequential(*_convolutions(shape, width, layers), nn.Linear(4 * width, classes))
+    return nn.Sequential(*_dense(shape[0], width, layers), nn.Linear(width, classes))
 
 
 def parameters_of(model: nn.Module) -> int:
     """Count a model's parameters, shared ones once."""
     return sum(parameter.numel() for parameter in model.parameters())
+
+
+def _dense(inputs: int, width: int, layers: int) -> list[nn.Module]:
+    body: list[nn.Module] = []
+    for layer in range(layers):
+        body += [nn.Linear(width if layer else inputs, width), nn.GELU()]
+    return body
+
+
+def _convolutions(shape: torch.Size, width: int, layers: int) -> list[nn.Module]:
+    """Convolutions, every second one followed by a halving of the image, down to 2 x 2 places."""
+    body: list[nn.Module] = []
+    side = min(shape[1:])
+    for layer in range(layers):
+        body += [nn.Conv2d(width if layer else shape[0], width, 3, padding=1), nn.GELU()]
+        if layer % 2 == 0 and side > 2:
+            body.append(nn.MaxPool2d(2))
+            side //= 2
+    return [*body, nn.AdaptiveAvgPool2d(2), nn.Flatten()]

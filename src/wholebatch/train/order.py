@@ -61,5 +61,6 @@ class Order:
 
 @lru_cache(maxsize=1)
 def _shuffled(rows: int, seed: int, epoch: int) -> list[int]:
+    # A prime far above any number of epochs keeps neighbouring seeds from sharing an order.
     draws = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
     return torch.randperm(rows, generator=draws).tolist()

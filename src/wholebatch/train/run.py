@@ -185,6 +185,7 @@ class Run:
 
 
 def _begin(config: Config, shown: Display) -> Run:
+    # Everything that can be refused is refused before the folder is made, so that a mistake leaves nothing behind.
     settled = absolute(replace(words.translate(config), out=None))
     learner = _learner(settled)
     run = Run(settled, learner, RunFolder.create(config.out, settled), shown)
@@ -199,6 +200,7 @@ def _resume(config: Config, path: Path, shown: Display) -> Run:
         raise ConfigError(f"A resumed run keeps its settings, but {changed} was given too. Leave it out.")
     folder, settled = RunFolder.reopen(path)
     saved = checkpoint.read(path)
+    # A run that took more steps than it saves after has had a checkpoint; without it, beginning anew would lose work.
     if saved is None and folder.last_step() > settled.save_every:
         steps = folder.last_step()
         raise RunError(
@@ -218,6 +220,7 @@ def _resume(config: Config, path: Path, shown: Display) -> Run:
 
 
 def _learner(config: Config) -> Learner:
+    # Before the task, since the task draws the first weights.
     torch.manual_seed(config.seed)
     return Learner(config, TASKS[config.task](config))
 

@@ -33,5 +33,5 @@ class Request:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self.signal is not None:
-            raise KeyboardInterrupt
+            raise KeyboardInterrupt  # asked twice: the user does not want to wait for the step
         self.signal = number

@@ -61,21 +61,11 @@ def read_csv(path: Path, label: str) -> Table:
     """
     lines = read_lines(path)
     _, header = next(lines)
-    names = _fields(header)
-    if label not in names:
-        present = ", ".join(map(repr, names))
-        raise DataError(f"{path}, line 1: there is no column '{label}', only {present}. Name the class: --label NAME.")
-    place = names.index(label)
-    rows: list[tuple[list[float], str]] = []
-    for number, line in lines:
-        fields = _fields(line)
-        if len(fields) != len(names):
-            raise DataError(f"{path}, line {number}: {len(fields)} fields where the header has {len(names)}.")
-        numbers = [_number(value, f"{path}, line {number}", names[i]) for i, value in enumerate(fields) if i != place]
-        rows.append((numbers, fields[place].strip()))
+    names = _names(header, label, path)
+    rows = [_numbers_and_class(line, names, label, f"{path}, line {number}") for number, line in lines]
     if not rows or len(names) < 2:
         raise DataError(f"{path} holds {len(rows)} rows of {len(names) - 1} features. Give at least one of each.")
-    return _table([(torch.tensor(numbers), name) for numbers, name in rows])
+    return _table(rows)
 
 
 def read_images(folder: Path, size: int) -> Table:
@@ -96,6 +86,7 @@ def read_images(folder: Path, size: int) -> Table:
                 pixels = file.convert("RGB").resize((size, size)).tobytes()
         except (OSError, ValueError, SyntaxError) as error:  # pillow raises each of these for a broken image
             raise DataError(f"{path} is not an image that can be read: {error}.") from None
+        # A bytearray, because torch warns of memory that cannot be written.
         flat = torch.frombuffer(bytearray(pixels), dtype=torch.uint8)
         rows.append((flat.view(size, size, 3).permute(2, 0, 1).float() / 127.5 - 1, path.parent.name))
     return _table(rows)
@@ -126,6 +117,26 @@ def _table(rows: Sequence[tuple[Tensor, str]]) -> Table:
     classes = sorted({name for _, name in rows})
     number = {name: index for index, name in enumerate(classes)}
     return Table([Sample(features, number[name]) for features, name in rows], classes)
+
+
+def _names(header: str, label: str, path: Path) -> list[str]:
+    names = _fields(header)
+    if label not in names:
+        present = ", ".join(map(repr, names))
+        raise DataError(f"{path}, line 1: there is no column '{label}', only {present}. Name the class: --label NAME.")
+    twice = [name for name in names if names.count(name) > 1]
+    if twice:
+        raise DataError(f"{path}, line 1: the column '{twice[0]}' comes twice. Give every column its own name.")
+    return names
+
+
+def _numbers_and_class(line: str, names: Sequence[str], label: str, where: str) -> tuple[Tensor, str]:
+    values = _fields(line)
+    if len(values) != len(names):
+        raise DataError(f"{where}: {len(values)} fields where the header has {len(names)}.")
+    row = dict(zip(names, values, strict=True))
+    kind = row.pop(label)
+    return torch.tensor([_number(value, where, name) for name, value in row.items()]), kind
 
 
 def _fields(line: str) -> list[str]:

@@ -43,21 +43,20 @@ class Text(Task):
         texts = docstrings() if config.data is None else read_texts(config.data, config.column, config.rows)
         train, held = held_out(texts, config.held_out, str.encode)
         self.language: Language = Bytes(config) if config.model is None else HuggingFace(config, config.model)
-        self.model = self.language.model
         self.peak_lr = 1e-2 if config.model is None else 5e-5
-        self.network = self.language.name
+        self.model, self.network = self.language.model, self.language.name
         self.prompt = config.prompt
         self.size = _size(config)
         self.too_long = 0
         self.train = [self._row(text) for text in train]
         self.held = [self._row(text) for text in held[:MEASURED_ROWS]]
-        cut = f"; {self.too_long:,} longer than {self.language.context} tokens are cut there" if self.too_long else ""
         where = config.data or f"the docstrings of Python {platform.python_version()}"
-        self.origin = f"{where}: {len(train):,} rows to train on, {len(held):,} held out{cut}"
+        self.origin = f"{where}: {len(train):,} rows to train on, {len(held):,} held out{self._cut()}"
 
     def collate(self, samples: list[Row]) -> Batch:
         """Pad rows on the right to the longest of them."""
         tokens = [sample.tokens for sample in samples]
+        # Padding is clamped to token 0: no real position sees it, and its label does not count.
         labels = pad_sequence(tokens, batch_first=True, padding_value=IGNORED)
         return {"tokens": labels.clamp(min=0), "labels": labels}
 
@@ -96,6 +95,11 @@ class Text(Task):
     def export(self, folder: Path) -> None:
         """Write what `from_pretrained` needs beside the weights."""
         self.language.export(folder)
+
+    def _cut(self) -> str:
+        if not self.too_long:
+            return ""
+        return f"; {self.too_long:,} longer than {self.language.context} tokens are cut there"
 
     def _row(self, text: str) -> Row:
         tokens, size = self.language.encode(text), len(text.encode())

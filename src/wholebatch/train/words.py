@@ -33,12 +33,11 @@ def translate(config: Config, ranks: int = 1) -> Config:
     pieces = _agreed(config, "gradient_accumulation_steps", "accumulate_grad_batches")
     batch = _agreed(config, "batch_size", "nbs")
     rows = _rows(config)
-    if pieces is None:
-        batch = batch or (DEFAULT_BATCH if config.per_device_train_batch_size is None else (rows or 1) * ranks)
-    elif rows is not None:
-        batch = _product(rows, pieces, ranks, batch)
-    else:
-        rows = _quotient(batch, pieces, ranks)
+    if pieces is not None:
+        batch, rows = _cut_evenly(batch, rows, pieces, ranks)
+    elif batch is None:
+        alone = config.per_device_train_batch_size  # one micro-batch a step is what Hugging Face means by default
+        batch = DEFAULT_BATCH if alone is None else alone * ranks
     return replace(
         config,
         batch_size=batch,
@@ -66,17 +65,14 @@ def arithmetic(batch: int, rows: int | None, ranks: int = 1, tokens: int | None 
         'batch 130 = 4 rows x 32 pieces + 1 piece of 2 rows'
     """
     shares = [batch // ranks + (rank < batch % ranks) for rank in range(ranks)]
+    limit = f"{tokens} tokens" if rows is None else _count(rows, "row")
     if shares[0] != shares[-1]:
-        limit = f"at most {tokens} tokens" if rows is None else f"at most {_count(rows, 'row')}"
-        return f"batch {batch} = {' + '.join(map(str, shares))} rows on {ranks} ranks, in pieces of {limit}"
+        return f"batch {batch} = {' + '.join(map(str, shares))} rows on {ranks} ranks, in pieces of at most {limit}"
     over_ranks = f" x {_count(ranks, 'rank')}" if ranks > 1 else ""
     if rows is None:
-        return f"batch {batch} = {_count(shares[0], 'row')}{over_ranks}, in pieces of at most {tokens} tokens"
-    full, rest = divmod(shares[0], rows)
-    parts = [f"{_count(rows, 'row')} x {_count(full, 'piece')}"] if full else []
-    parts += [f"1 piece of {_count(rest, 'row')}"] if rest else []
-    joined = " + ".join(parts)
-    return f"batch {batch} = {f'({joined})' if over_ranks and len(parts) > 1 else joined}{over_ranks}"
+        return f"batch {batch} = {_count(shares[0], 'row')}{over_ranks}, in pieces of at most {limit}"
+    cut = _cut(shares[0], rows)
+    return f"batch {batch} = {f'({cut})' if over_ranks and '+' in cut else cut}{over_ranks}"
 
 
 def spoken(config: Config) -> str:
@@ -114,6 +110,14 @@ def _rows(config: Config) -> int | None:
     return micro
 
 
+def _cut_evenly(batch: int | None, rows: int | None, pieces: int, ranks: int) -> tuple[int, int]:
+    """Find batch and rows of a piece from the number of pieces and whichever of the two was said."""
+    if rows is not None:
+        return _product(rows, pieces, ranks, batch), rows
+    found = _quotient(batch, pieces, ranks)
+    return found * pieces * ranks, found
+
+
 def _product(rows: int, pieces: int, ranks: int, batch: int | None) -> int:
     found = rows * pieces * ranks
     if batch not in (None, found):
@@ -141,6 +145,12 @@ def _quotient(batch: int | None, pieces: int, ranks: int) -> int:
             "of the pieces: an uneven last piece is exact."
         )
     return batch // parts
+
+
+def _cut(share: int, rows: int) -> str:
+    full, rest = divmod(share, rows)
+    parts = [f"{_count(rows, 'row')} x {_count(full, 'piece')}", f"1 piece of {_count(rest, 'row')}"]
+    return " + ".join(part for part, there in zip(parts, (full, rest), strict=True) if there)
 
 
 def _count(number: int, noun: str) -> str:
