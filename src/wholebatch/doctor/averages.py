@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -69,25 +70,38 @@ class AverageWatch(TorchFunctionMode):
 class AverageSwitch:
     """Enter and leave the mode that sees averages, never out of turn with other modes of the user's.
 
-    Left at the start of a forward or a step only when it is the innermost mode, entered again only at the same depth.
+    Entered only where as many modes are entered as at the beginning, left only where it is the innermost one. So a
+    mode that the user enters in between (``with torch.device(...)``) is left by its own end, and by nothing else.
     """
 
     def __init__(self, mode: AverageWatch) -> None:
         self.mode = mode
-        self.depth: int | None = None
+        self.ground = mode_depth()
+        self.entered = False
 
     def on(self) -> None:
-        """Enter the mode, if it is not entered and no other mode was entered or left since."""
-        if self.depth is None:
-            self.mode.__enter__()
-            self.depth = mode_depth()
+        """Enter the mode, unless the user has entered one of theirs."""
+        if not self.entered and mode_depth() == self.ground:
+            self.mode.__enter__()  # type: ignore[no-untyped-call]
+            self.entered = True
 
     def off(self) -> None:
         """Leave the mode if it is the innermost one."""
-        if self.depth is not None and self.depth == mode_depth():
-            self.mode.__exit__(None, None, None)
+        if self.entered and mode_depth() == self.ground + 1:
+            self.mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
             self.mode.derived.clear()
-            self.depth = None
+            self.entered = False
+
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """Leave the mode for a while, and enter it again if it was entered."""
+        entered = self.entered
+        self.off()
+        try:
+            yield
+        finally:
+            if entered:
+                self.on()
 
 
 def mode_depth() -> int:

@@ -43,8 +43,9 @@ def installed(recorder: Recorder) -> Iterator[None]:
 def module_hooks(recorder: Recorder) -> list[Any]:
     """Hear every forward."""
 
-    def leave(module: Any, args: Any, kwargs: Any, output: Any) -> None:
-        recorder.leave_module(module, args, kwargs)
+    def leave(module: Any, args: Any, *rest: Any) -> None:
+        # After an error in the forward torch leaves the keyword arguments out.
+        recorder.leave_module(module, args, rest[0] if len(rest) == 2 else {})
 
     def enter(module: Any, args: Any) -> None:
         recorder.switch.off()
@@ -94,7 +95,8 @@ def around_gradients(recorder: Recorder, wrapping: Wrapping) -> None:
         own = owner.parameters() if groups is None else (p for group in groups for p in group["params"])
         numbers = recorder.parameters.numbers
         recorder.add(ZeroGrad(parameters=frozenset(numbers[id(p)] for p in own if id(p) in numbers)))
-        original(owner, *args, **kwargs)
+        with recorder.switch.aside():
+            original(owner, *args, **kwargs)
 
     running: list[Any] = []
 
@@ -102,12 +104,13 @@ def around_gradients(recorder: Recorder, wrapping: Wrapping) -> None:
         if running:
             return original(parameters, bound, *args, **kwargs)
         given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        event = recorder.clipped(given, float(bound))
-        running.append(event)
-        try:
-            norm = original(given, bound, *args, **kwargs)
-        finally:
-            running.pop()
+        with recorder.switch.aside():
+            event = recorder.clipped(given, float(bound))
+            running.append(event)
+            try:
+                norm = original(given, bound, *args, **kwargs)
+            finally:
+                running.pop()
         event.norm = float(norm) if isinstance(norm, Tensor) and type(norm) is Tensor else None
         recorder.add(event)
         return norm
@@ -223,10 +226,7 @@ def around_averages(recorder: Recorder, wrapping: Wrapping) -> None:
 
     def update(original: Original, average: Any, *args: Any, **kwargs: Any) -> Any:
         recorder.add(Average(name=type(average).__name__))
-        recorder.switch.off()
-        try:
+        with recorder.switch.aside():
             return original(average, *args, **kwargs)
-        finally:
-            recorder.switch.on()
 
     wrapping.method(swa_utils.AveragedModel, "update_parameters", update)

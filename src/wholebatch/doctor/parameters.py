@@ -7,7 +7,7 @@ import dataclasses
 import torch
 from torch import Tensor, nn
 
-SAMPLE_NUMEL = 1 << 18
+SAMPLE_NUMEL = 1 << 16
 SAMPLE_BYTES = 512 << 20
 
 
@@ -56,10 +56,11 @@ class Parameters:
         for name, parameter in module.named_parameters():
             self.add(parameter, prefix + name.removeprefix("module."))
 
-    def look(self) -> Look:
+    def look(self, written: bool = False) -> Look:
         """Compare every gradient with the look before, and remember this one.
 
-        A gradient that was changed into zeros counts as absent: it was cleared in place.
+        A gradient that was changed into zeros counts as absent: it was cleared in place. Where a backward has just
+        `written` them, nothing is looked for.
         """
         pending, changed = [], []
         for number, parameter in enumerate(self.tensors):
@@ -70,7 +71,8 @@ class Parameters:
                 self.marks[number] = mark
             if gradient is not None:
                 pending.append(number)
-        cleared = {number for number in changed if number in set(pending) and not bool(self.gradient(number).any())}
+        waiting = set() if written else set(changed) & set(pending)
+        cleared = {number for number in waiting if not bool(self.gradient(number).any())}
         return Look(frozenset(pending) - cleared, frozenset(changed))
 
     def gradient(self, number: int) -> Tensor:

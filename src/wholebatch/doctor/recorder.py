@@ -147,7 +147,7 @@ class Recorder:
         self.nested -= 1
         if event is None:
             return
-        event.touched = self.parameters.look().changed
+        event.touched = self.parameters.look(written=True).changed
         self.parameters.choose(event.touched)
         event.after = self.level = self.parameters.sample()
         event.dtype = self.dtype_of(event.touched)
