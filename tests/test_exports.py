@@ -27,6 +27,7 @@ def test_the_promised_names_are_there() -> None:
     promised = {
         "backward", "Result", "Step", "StepResult", "windows", "Window", "mean", "total", "from_mean", "Mean", "once",
         "losses", "Tokens", "WholeBatchError", "LossError", "SplitError", "InexactError", "NonFiniteError", "SyncError",
+        "Auto", "OutOfMemoryError", "plan", "checkpointed", "Arrangement",
     }  # fmt: skip
     assert promised <= set(NAMES)
 

@@ -5,6 +5,8 @@ takes the place of ``loss.backward()``; everything else here is a companion of t
 """
 
 from wholebatch import losses
+from wholebatch.arrangement import Arrangement
+from wholebatch.checkpointing import checkpointed
 from wholebatch.errors import (
     InexactError,
     LossError,
@@ -16,6 +18,7 @@ from wholebatch.errors import (
 )
 from wholebatch.gradient import Result, backward
 from wholebatch.loss import Mean, from_mean, mean, once, total
+from wholebatch.planner import plan
 from wholebatch.policies import NominalBatch, scale_adam, scale_lr
 from wholebatch.sizes import Auto, Tokens
 from wholebatch.step import Step, StepResult
@@ -24,6 +27,7 @@ from wholebatch.window import Window, windows
 __version__ = "0.1.0"
 
 __all__ = [
+    "Arrangement",
     "Auto",
     "InexactError",
     "LossError",
@@ -40,10 +44,12 @@ __all__ = [
     "WholeBatchError",
     "Window",
     "backward",
+    "checkpointed",
     "from_mean",
     "losses",
     "mean",
     "once",
+    "plan",
     "scale_adam",
     "scale_lr",
     "total",
