@@ -22,7 +22,7 @@ LAYERS = (
     ("padding", "sizes", "window", "dealing"),
     # gradients
     ("options", "refusals", "sync", "gathering", "replicated", "sharded", "ranks", "recovery", "staged"),
-    ("gradient", "coupled", "pipeline"),
+    ("gradient", "coupled", "detector", "pipeline"),
     # the update, the truth and the advice
     ("step", "policies", "arrangement", "planner"),
     ("site", "finding", "comparison", "reference", "checking"),

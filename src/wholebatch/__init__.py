@@ -4,9 +4,11 @@
 takes the place of ``loss.backward()``; everything else here is a companion of that sentence.
 """
 
-from wholebatch import losses
+from wholebatch import losses, norms
 from wholebatch.arrangement import Arrangement
 from wholebatch.checkpointing import checkpointed
+from wholebatch.coupled import coupled_backward
+from wholebatch.detector import Coupling, find_coupling
 from wholebatch.errors import (
     InexactError,
     LossError,
@@ -29,6 +31,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Arrangement",
     "Auto",
+    "Coupling",
     "InexactError",
     "LossError",
     "Mean",
@@ -45,9 +48,12 @@ __all__ = [
     "Window",
     "backward",
     "checkpointed",
+    "coupled_backward",
+    "find_coupling",
     "from_mean",
     "losses",
     "mean",
+    "norms",
     "once",
     "plan",
     "scale_adam",

@@ -62,7 +62,7 @@ class Call:
 def _form(leaf: Any) -> Hashable:
     if not isinstance(leaf, Tensor):
         return (type(leaf), leaf if isinstance(leaf, Hashable) else id(leaf))
-    order = tuple(sorted(range(leaf.dim()), key=lambda dim: (-leaf.stride(dim), dim)))
+    order = tuple(sorted(range(leaf.dim()), key=leaf.stride().__getitem__, reverse=True))
     return (leaf.dim(), leaf.dtype, leaf.device, order)
 
 

@@ -12,7 +12,7 @@ import logging
 import random
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
 from io import StringIO
@@ -165,7 +165,7 @@ def _cumulative(model: nn.Module) -> dict[str, str]:
 @contextmanager
 def _fixed_momentum(model: nn.Module, cumulative: dict[str, str]) -> Iterator[None]:
     """Give ``momentum=None`` a number for a while: the true one is read off a tensor, which no graph can do."""
-    modules = [model.get_submodule(name.rpartition(".")[0]) for name in cumulative]
+    modules: list[Any] = [model.get_submodule(name.rpartition(".")[0]) for name in cumulative]
     try:
         for module in modules:
             module.momentum = 0.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -50,8 +50,8 @@ def compare(model: nn.Module, call: Call, program: Program) -> None:
         difference = _distance(ours, theirs)
         if not difference <= TOLERANCE:
             raise CaptureError(
-                f"The captured graph's {kind} is {difference:.3g} away from the model's own, relatively. Custom autograd "
-                "functions, backward hooks and Python side effects are lost in a graph."
+                f"The captured graph's {kind} is {difference:.3g} away from the model's own, relatively. Custom "
+                "autograd functions, backward hooks and Python side effects are lost in a graph."
             )
 
 
@@ -75,7 +75,8 @@ def _probe(outputs: Sequence[Any], parameters: Sequence[Tensor]) -> tuple[list[T
     seeds = [torch.linspace(-1, 1, t.numel(), device=t.device).cos().to(t.dtype).view(t.shape) for t in told]
     grads = torch.autograd.grad(told, parameters, seeds, allow_unused=True)
     return [tensor.detach() for tensor in tensors], [
-        torch.zeros_like(p) if grad is None else grad for p, grad in zip(parameters, grads, strict=True)
+        torch.zeros_like(p) if cast("Tensor | None", grad) is None else grad
+        for p, grad in zip(parameters, grads, strict=True)
     ]
 
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -77,7 +77,7 @@ class _Listener(torch.autograd.Function):
         return value.detach()
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None]:
         ctx.hear(gradient)
         return None, None, None
@@ -104,7 +104,7 @@ class Engine:
         self.pieces = [Piece(program, call, self._shelved(program.arguments(call.leaves))) for program, call in pieces]
         couplings = self.pieces[0].program.signature if self.pieces else ()
         for index, coupling in enumerate(self.ranks.couplings(couplings)):
-            parts = self._all(lambda piece: self._advance(piece, index, coupling.operation))
+            parts = self._all(partial(self._advance, index, coupling.operation))
             statistic = self.ranks.merge(coupling.operation, parts)
             self.meetings.append(Meeting(coupling.operation, statistic, [None] * len(statistic)))
 
@@ -129,7 +129,7 @@ class Engine:
         for index in reversed(range(len(self.meetings))):
             meeting = self.meetings[index]
             gradient = self.ranks.sum(meeting.gradient)
-            self._all(lambda piece: self._return(piece, index, meeting, gradient))
+            self._all(partial(self._return, index, meeting, gradient))
 
     @torch.no_grad()
     def commit(self) -> None:
@@ -159,7 +159,7 @@ class Engine:
                 written.setdefault(name, []).append(value)
         return written
 
-    def _advance(self, piece: Piece, index: int, operation: Operation) -> Statistic:
+    def _advance(self, index: int, operation: Operation, piece: Piece) -> Statistic:
         """Run a stage without graph and take the statistic of what comes to the coupling."""
         stage, program = piece.program.stages[index], piece.program
         with torch.no_grad():
@@ -180,7 +180,8 @@ class Engine:
             self.ranks.fail()
             raise
 
-    def _return(self, piece: Piece, index: int, meeting: Meeting, gradient: Sequence[Tensor | None]) -> None:
+    def _return(self, index: int, meeting: Meeting, gradient: Sequence[Tensor | None], piece: Piece) -> None:
+        """Bring gradients back through a coupling and the stage before it."""
         self._meet(piece, index, meeting, gradient)
         self._retreat(piece, index)
 
@@ -199,7 +200,8 @@ class Engine:
             results = dict(zip(stage.outputs, self._run(piece, index, self._leaves(piece, index)), strict=True))
             told = [(results[n], self.shelf.take(piece.gradients.pop(n))) for n in names if results[n].requires_grad]
             if told:
-                torch.autograd.backward(*zip(*told, strict=True))
+                outputs, seeds = zip(*told, strict=True)
+                torch.autograd.backward(outputs, seeds)
         for name in stage.outputs:
             piece.values.pop(name, None)
 
@@ -243,7 +245,9 @@ class Engine:
     def _fetch(self, piece: Piece, name: str, graph: bool) -> Any:
         if name.startswith("meeting_"):
             meeting = self.meetings[int(name.removeprefix("meeting_"))]
-            return _Heard(meeting.operation, [self._listen(s, partial(meeting.hear, i)) for i, s in enumerate(meeting.statistic)])
+            return _Heard(
+                meeting.operation, [self._listen(s, partial(meeting.hear, i)) for i, s in enumerate(meeting.statistic)]
+            )
         if name in piece.program.captured.bound:
             return piece.program.bound(self.model, name)
         value = self.shelf.take(piece.values[name])
@@ -253,7 +257,7 @@ class Engine:
     def _listen(self, value: Any, hear: Callable[[Tensor], None]) -> Any:
         if not isinstance(value, Tensor) or not value.is_floating_point():
             return value
-        return _Listener.apply(self.anchor, value, hear)
+        return cast("Any", _Listener).apply(self.anchor, value, hear)
 
     def _collect(self, piece: Piece, name: str, gradient: Tensor) -> None:
         held = piece.gradients.pop(name, None)

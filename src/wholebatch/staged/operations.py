@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, fx
@@ -92,11 +92,12 @@ class BatchNorm(Operation):
     @classmethod
     def read(cls, node: fx.Node, buffers: Mapping[fx.Node, str]) -> tuple[Operation, fx.Node, tuple[Any, ...]] | None:
         """Recognise ``aten.batch_norm`` with batch statistics."""
-        given = {**dict(zip(cls.ARGUMENTS, node.args, strict=False)), **node.kwargs}
+        given: dict[str, Any] = {**dict(zip(cls.ARGUMENTS, node.args, strict=False)), **node.kwargs}
         momentum = unmarked(given["momentum"])
         if not given["training"] and momentum is None:
             return None
-        mean, variance = given.get("running_mean"), given.get("running_var")
+        mean: Any = given.get("running_mean")
+        variance: Any = given.get("running_var")
         running = (buffers[mean], buffers[variance]) if mean in buffers and variance in buffers else None
         operation = cls(given["eps"], given["momentum"] if momentum is None else momentum, running)
         return operation, given["input"], (given.get("weight"), given.get("bias"))
@@ -111,7 +112,7 @@ class BatchNorm(Operation):
 
     def apply(self, x: Tensor, statistic: Statistic, *operands: Any) -> Tensor:
         """Normalise a piece with the whole batch's mean and variance."""
-        result: Tensor = _Normalise.apply(x, *statistic, *operands, self.eps)
+        result: Tensor = cast("Any", _Normalise).apply(x, *statistic, *operands, self.eps)
         return result
 
     def alone(self, x: Tensor, *operands: Any) -> Tensor:
@@ -160,7 +161,8 @@ class AnySize(TorchFunctionMode):
         x, running = given["input"], given["running_mean"]
         if self.marking and given["training"] and running is not None and x.numel() == x.shape[1]:
             given |= {"training": False, "momentum": -given["momentum"]}
-        return torch.batch_norm(*(given[name] for name in BatchNorm.ARGUMENTS), torch.backends.cudnn.enabled)
+        arguments = [given[name] for name in BatchNorm.ARGUMENTS]
+        return cast("Any", torch.batch_norm)(*arguments, torch.backends.cudnn.enabled)
 
     NAMES: ClassVar = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
     DEFAULTS: ClassVar = {"weight": None, "bias": None, "training": False, "momentum": 0.1, "eps": 1e-5}
@@ -184,7 +186,7 @@ class _Normalise(torch.autograd.Function):
         return torch.batch_norm(x, weight, bias, mean, variance, False, 0.0, eps, False)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, mean, variance, weight = ctx.saved_tensors
         scale = torch.ones_like(mean) if weight is None else weight

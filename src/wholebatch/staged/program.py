@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx, nn
@@ -139,7 +139,7 @@ def _stages(graph: fx.Graph) -> dict[fx.Node, int]:
 
 
 def _is_coupling(node: fx.Node) -> bool:
-    return node.op == "call_method" and node.target == "apply" and node.args[0].name.startswith("meeting_")
+    return node.op == "call_method" and node.all_input_nodes[0].name.startswith("meeting_")
 
 
 class _Cutter:
@@ -159,7 +159,8 @@ class _Cutter:
         self.bound = {n for n in self.stage_of if n.op == "placeholder" and n.name in captured.bound}
         self.last = len(couplings)
         self.output = next(n for n in self.stage_of if n.op == "output")
-        self.results = [*self.output.args[0], *written.values()]
+        self.answers = list(cast("Sequence[Any]", self.output.args[0]))
+        self.results = [*self.answers, *written.values()]
 
     def program(self) -> Program:
         """Emit every stage and say what flows between them."""
@@ -174,7 +175,7 @@ class _Cutter:
             stages=tuple(stages),
             couplings=tuple(Coupling(operation, x.name) for operation, x in self.couplings),
             captured=self.captured,
-            results=len(self.output.args[0]),
+            results=len(self.answers),
             written=tuple(self.written),
             needed=frozenset(node.name for node in self._needed()),
             births={n.name: self.stage_of[n] for n in crossing},

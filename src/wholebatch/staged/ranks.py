@@ -54,7 +54,9 @@ class Together(Alone):
         known = [couplings for couplings in told if couplings]
         self._empty = len(known) < len(told)
         if any(couplings != known[0] for couplings in known):
-            raise SyncError(f"Rows meet {sorted({len(c) for c in known})} times on different ranks. Run one model on all.")
+            raise SyncError(
+                f"Rows meet {sorted({len(c) for c in known})} times on different ranks. Run one model on all."
+            )
         return known[0] if known else here
 
     def fail(self) -> None:
@@ -65,7 +67,9 @@ class Together(Alone):
         """Take the buffers of a rank that had rows."""
         if not self._empty:
             return here
-        told = next((values for values in self._objects({n: v.cpu() for n, v in here.items()}) if values), {})
+        told: Mapping[str, Tensor] = next(
+            (values for values in self._objects({n: v.cpu() for n, v in here.items()}) if values), {}
+        )
         return here or told
 
     def merge(self, operation: Operation, parts: Sequence[Statistic]) -> Statistic:
@@ -85,13 +89,15 @@ class Together(Alone):
             columns = [[g for g in column if g is not None] for column in zip(*told, strict=True)]
             return [torch.stack(column).sum(0) if column else None for column in columns]
         flat = self._peers.total(_flat([g for g in gradient if g is not None]))
-        numbers = iter(flat.split([g.numel() for g in gradient if g is not None]))
+        numbers = iter(torch.split(flat, [g.numel() for g in gradient if g is not None]))
         return [None if g is None else next(numbers).view(g.shape).to(g) for g in gradient]
 
     def _alive(self, here: bool) -> None:
         failed = self._peers.total(torch.tensor([float(not here)]))
         if here and float(failed):
-            raise SyncError(f"{int(failed)} of {self._peers.world} ranks failed while the others waited for statistics.")
+            raise SyncError(
+                f"{int(failed)} of {self._peers.world} ranks failed while the others waited for statistics."
+            )
 
     def _objects(self, thing: Any) -> list[Any]:
         things = [thing]
@@ -117,7 +123,7 @@ def _flat(statistic: Sequence[Any]) -> Tensor:
 def _like(statistic: Statistic, numbers: Tensor) -> Statistic:
     """Give numbers the form of a statistic."""
     sizes = [s.numel() if isinstance(s, Tensor) else 1 for s in statistic]
-    parts = numbers.cpu().split(sizes)
+    parts = torch.split(numbers.cpu(), sizes)
     return tuple(
         part.view(s.shape).to(s) if isinstance(s, Tensor) else float(part)
         for s, part in zip(statistic, parts, strict=True)

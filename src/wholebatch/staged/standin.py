@@ -32,7 +32,7 @@ class StandIn:
         """Hand the call over."""
         if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in pytree.tree_leaves((args, kwargs))):
             raise InexactError(
-                "An input of the model requires a gradient, which would have to pass through all micro-batches at once. "
+                "An input of the model requires a gradient, which would have to wait for all micro-batches. "
                 "Call the model on plain data, or make what computes the input a part of the model."
             )
         return self._answer(Call.of(args, kwargs))
@@ -45,7 +45,7 @@ class StandIn:
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self._model, name, value)
 
-    @property
+    @property  # type: ignore[misc]
     def __class__(self) -> Any:
         return type(self._model)
 

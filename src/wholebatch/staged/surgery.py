@@ -8,7 +8,7 @@ such tensors too: each piece writes into copies of its own, and the window commi
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -28,7 +28,7 @@ def open_regions(module: fx.GraphModule, meets: Callable[[fx.Node], bool]) -> No
     """
     for node in list(module.graph.nodes):
         inner = _subgraph(module, node)
-        if inner is None or not any(meets(n) for sub in inner.modules() for n in sub.graph.nodes):
+        if inner is None or not any(meets(n) for n in _all_nodes(inner)):
             continue
         if node.target.name() != NO_GRAD or node.args[0]:
             raise CaptureError(f"Rows meet inside of a {node.target} region ({node.name!r}), which cannot be cut.")
@@ -129,6 +129,12 @@ def _subgraph(module: fx.GraphModule, node: fx.Node) -> fx.GraphModule | None:
     return None
 
 
+def _all_nodes(module: fx.GraphModule) -> Iterator[fx.Node]:
+    for part in module.modules():
+        if isinstance(part, fx.GraphModule):
+            yield from part.graph.nodes
+
+
 def _operands(module: fx.GraphModule, node: fx.Node, inner: fx.GraphModule) -> list[tuple[fx.Node, Any]]:
     """Pair the placeholders of a region with what the node gives it."""
     placeholders = [n for n in inner.graph.nodes if n.op == "placeholder"]
@@ -150,7 +156,7 @@ def _open(module: fx.GraphModule, node: fx.Node, inner: fx.GraphModule) -> None:
                     setattr(module, known[old].target, getattr(inner, str(old.target)))
         results = [_detached(graph, result) for result in results]
     for user in list(node.users):
-        user.replace_all_uses_with(results[user.args[1]])
+        user.replace_all_uses_with(results[cast("int", user.args[1])])
         graph.erase_node(user)
     graph.erase_node(node)
 

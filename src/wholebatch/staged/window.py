@@ -66,7 +66,7 @@ class WholeWindow:
 
     def forward(self, pieces: Sequence[Piece]) -> None:
         """Bring all pieces as far as the last stage of the model."""
-        calls = []
+        calls: list[Call] = []
         for piece in pieces:
             self.states[id(piece)] = State(self.inner, buffers=False)
             call = self._hear(piece)
@@ -79,7 +79,7 @@ class WholeWindow:
     def loss(self, piece: Piece) -> Any:
         """Run the loss function of a piece on the answer that the model gives within the whole batch."""
         place, here = self.places.get(id(piece)), State(self.inner, buffers=False)
-        answers = []
+        answers: list[Any] = []
 
         def answer(call: Call) -> Any:
             self._check(piece, call, len(answers))
@@ -142,6 +142,4 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def _same(before: Call, call: Call) -> bool:
-    return all(
-        torch.equal(a, b) for a, b in zip(before.leaves, call.leaves, strict=True) if isinstance(a, Tensor)
-    )
+    return all(torch.equal(a, b) for a, b in zip(before.leaves, call.leaves, strict=True) if isinstance(a, Tensor))

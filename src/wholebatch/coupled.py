@@ -1,0 +1,342 @@
+"""Losses over all rows at once: in-batch negatives, triplets, batch Dice, correlations, RMSE.
+
+Rows meet in the loss alone, so it is enough to have what the encoder says about all of them, without graphs:
+
+1. Encode every micro-batch without graph; the last one keeps its graph.
+2. Join the encoded rows, take the loss of all of them, and its gradient for each.
+3. Encode every other micro-batch again, with graph and with the same draws, and go on backward from there.
+
+That is 2k - 1 forward passes for k micro-batches, one micro-batch's graph in memory at a time. What the loss itself
+is made of (a temperature, a bias) gets its gradient in step 2, once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.amp import GradScaler
+from torch.utils import _pytree as pytree
+from typing_extensions import Unpack
+
+from wholebatch.batch import move
+from wholebatch.errors import InexactError, LossError, SplitError, SyncError
+from wholebatch.gathering import Everyone, everyone
+from wholebatch.gradient import Pending, Result
+from wholebatch.loss import Answer, Mean, read
+from wholebatch.memory import offloaded
+from wholebatch.norms import pooled
+from wholebatch.options import Options, checked
+from wholebatch.precision import Gradients, device_of, leaves_of
+from wholebatch.ranks import ranks_of
+from wholebatch.refusals import refuse_inexact
+from wholebatch.sizes import Auto, Size
+from wholebatch.staged import window_for
+from wholebatch.state import State
+from wholebatch.sums import Sums, Tally
+from wholebatch.survey import Survey
+from wholebatch.sync import Ranks, Status
+from wholebatch.window import Piece, Window, pieces_of
+
+Encode: TypeAlias = "Callable[[Any, Any], Any]"
+
+
+def coupled_backward(
+    model: nn.Module,
+    encode: Encode | Sequence[Encode],
+    loss_fn: Callable[..., Any],
+    batch: Any,
+    micro_batch_size: Size = None,
+    *,
+    gather: bool = False,
+    scaler: GradScaler | None = None,
+    **options: Unpack[Options],
+) -> Result:
+    """Leave in ``.grad`` the gradient of a loss that needs all rows of the batch at once.
+
+    ``loss_fn(*encode(model, batch))`` over the whole batch, though only a micro-batch is encoded with its graph at a
+    time. The loss may be anything; random draws of the encoder are repeated, and buffers are updated once. Gradients
+    are added to what ``.grad`` holds. Costs 2k - 1 forward passes for k micro-batches.
+
+    Args:
+        model: plain or wrapped in ``DistributedDataParallel``.
+        encode: ``encode(model, micro_batch)`` returns a tensor (rows, ...) or a nest of them. Several functions, one
+            for each tower, run one after another, so that one tower's graph is in memory at a time.
+        loss_fn: takes what ``encode`` returned for all rows, in the batch's order: a tuple's or list's members as
+            arguments of their own, anything else as one; several encoders' results one after another. Returns one
+            number, or any form that ``backward`` knows.
+        batch: as in ``backward``.
+        micro_batch_size: as in ``backward``.
+        gather: whether the loss is taken over the rows of all ranks. Without it each rank takes its own, and the
+            loss of the step is their mean.
+        scaler: as in ``backward``.
+        **options: see :class:`wholebatch.options.Options`.
+
+    Returns:
+        The loss of the whole batch, its terms and metrics, detached.
+
+    Raises:
+        InexactError: if a micro-batch encoded a second time says something else, or BatchNorm layers would see one
+            micro-batch at a time.
+        LossError: if what ``encode`` or ``loss_fn`` returns cannot be used.
+
+    Example:
+        >>> model, rows = torch.nn.Linear(3, 2), torch.randn(10, 3)
+        >>> spread = lambda z: torch.pdist(z).mean()
+        >>> wb.coupled_backward(model, lambda model, x: model(x), spread, rows, micro_batch_size=4).micro_batches
+        3
+    """
+    return accumulate_coupled(
+        model, encode, loss_fn, batch, micro_batch_size, gather=gather, scaler=scaler, **options
+    ).finish()
+
+
+def accumulate_coupled(
+    model: nn.Module,
+    encode: Encode | Sequence[Encode],
+    loss_fn: Callable[..., Any],
+    batch: Any,
+    micro_batch_size: Size = None,
+    *,
+    gather: bool = False,
+    scaler: GradScaler | None = None,
+    also: Sequence[Tensor] = (),
+    **options: Unpack[Options],
+) -> Pending:
+    """Do all of ``coupled_backward`` but the last merge, which ``Step`` joins with its clip."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model is {type(model).__name__}; pass the torch.nn.Module whose gradient is wanted.")
+    if isinstance(micro_batch_size, Auto):
+        raise InexactError(
+            "micro_batch_size=Auto(...) splits micro-batches on the way, but all must be there before the loss is. "
+            "Give a number of rows or Tokens(...)."
+        )
+    chosen = checked(options)
+    ranks = ranks_of(Survey(model))
+    wide = chosen.get("accumulate_in") or ranks.accumulate_in
+    gradients = Gradients([*model.parameters(), *also], ranks.views, wide)
+    encoders = list(encode) if isinstance(encode, Sequence) else [encode]
+    with ranks:
+        pieces = pieces_of(batch, micro_batch_size, whole=chosen.get("whole", ()), collate=chosen.get("collate"))
+        refuse_inexact(Survey(model), pieces, chosen)
+        order = None if isinstance(batch, Window) else _order(pieces)
+        with gradients, pooled(model, chosen.get("batch_norm") == "pooled"):
+            run = _Coupled(model, encoders, loss_fn, pieces, ranks, gradients, chosen)
+            return run.pending(everyone(ranks, gather), scaler, order)
+
+
+@dataclass
+class _Turn:
+    """One piece in the hands of one encoder: what it was before, and what it said."""
+
+    encoder: _Encoder
+    piece: Piece
+    state: State
+    said: list[Tensor]
+    graph: bool
+
+    def again(self) -> list[Tensor]:
+        """Return what it said with its graph: kept, or from a second run with the same draws."""
+        if self.graph:
+            return self.said
+        self.state.restore()
+        repeated = self.encoder.encode(self.piece)
+        if any(not _close(a, b) for a, b in zip(repeated, self.said, strict=True)):
+            raise InexactError(
+                "A micro-batch that was encoded a second time says something else, so its gradient would be that of "
+                "other values. Draw random numbers from torch, random or numpy.random's global state, which are set "
+                "back, and keep nothing on the model between calls."
+            )
+        return repeated
+
+
+class _Encoder:
+    """One of the user's functions, over all pieces of the window."""
+
+    def __init__(
+        self, model: nn.Module, function: Encode, pieces: Sequence[Piece], options: Options, ranks: Ranks
+    ) -> None:
+        self.model, self.function, self.pieces, self.ranks = model, function, pieces, ranks
+        self.offload = bool(options.get("offload"))
+        self.whole = window_for(model, function, pieces, options, ranks)
+        self.device = device_of(model)
+        self.form: pytree.TreeSpec | None = None
+
+    def turns(self, keep_last: bool) -> list[_Turn]:
+        """Encode every piece without graph, the last one perhaps with it."""
+        self.start = State(self.model)
+        if self.whole is not None:
+            self.whole.forward(self.pieces)
+        turns: list[_Turn] = []
+        changing = self.whole is None
+        for piece in self.pieces:
+            graph = keep_last and piece is self.pieces[-1]
+            state, versions = State(self.model, buffers=changing), _versions(self.model)
+            with torch.set_grad_enabled(graph and torch.is_grad_enabled()):
+                turns.append(_Turn(self, piece, state, self.encode(piece), graph))
+            changing = changing and versions != _versions(self.model)  # most models leave their buffers alone
+        if self.whole is not None:
+            self.whole.commit()
+        return turns
+
+    def rewind(self) -> None:
+        """Let stages that run again find the buffers that they found before."""
+        if self.whole is not None:
+            self.start.restore_buffers()
+
+    def retreat(self) -> None:
+        """Go on backward from what the whole batch's statistics were made of."""
+        if self.whole is not None:
+            self.whole.backward()
+
+    def encode(self, piece: Piece) -> list[Tensor]:
+        """Call the user's function and check what it says."""
+        with self.ranks.local(), offloaded(self.model, self.offload):
+            if self.whole is not None:
+                said = self.whole.loss(piece)
+            else:
+                said = self.function(self.model, move(piece.load(), self.device))
+        leaves, form = pytree.tree_flatten(said)
+        if self.form is None:
+            self.form = form
+        if form != self.form or not leaves:
+            raise LossError(f"encode returned {form} for one micro-batch and {self.form} for another. Return one form.")
+        for leaf in leaves:
+            if not isinstance(leaf, Tensor) or leaf.dim() == 0 or leaf.shape[0] != leaves[0].shape[0]:
+                shape = tuple(leaf.shape) if isinstance(leaf, Tensor) else type(leaf).__name__
+                raise LossError(
+                    f"encode returned {shape} beside {tuple(leaves[0].shape)}: each tensor has the rows on its "
+                    "first dimension. Leave out what is not one value a row."
+                )
+        return leaves
+
+
+class _Coupled:
+    """The two passes; :meth:`pending` is the algorithm."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        encoders: Sequence[Encode],
+        loss_fn: Callable[..., Any],
+        pieces: Sequence[Piece],
+        ranks: Ranks,
+        gradients: Gradients,
+        options: Options,
+    ) -> None:
+        self.model, self.loss_fn, self.pieces = model, loss_fn, pieces
+        self.ranks, self.gradients = ranks, gradients
+        self.encoders = [_Encoder(model, function, pieces, options, ranks) for function in encoders]
+
+    def pending(self, everyone: Everyone, scaler: GradScaler | None, order: Sequence[int] | None) -> Pending:
+        """Encode, take the loss of all rows, and encode again backward."""
+        turns = [turn for e in self.encoders for turn in e.turns(keep_last=e is self.encoders[-1])]
+        after = State(self.model)
+        rows = sum(piece.rows for piece in self.pieces)
+        agreement = self.ranks.agree(Status.READY, Sums(), pieces=rows)
+        if 0 in (rows, *agreement.pieces):
+            raise SplitError(f"Ranks bring {list(agreement.pieces)} rows; a loss over all rows needs some on each.")
+        joined = [_join([turn.said for turn in turns if turn.encoder is e], order) for e in self.encoders]
+        leaves = [[leaf.detach().requires_grad_(leaf.is_floating_point()) for leaf in each] for each in joined]
+        tally, answer = self._loss([[everyone.gather(leaf) for leaf in each] for each in leaves])
+        sums = self.ranks.agree(Status.READY, tally.sums()).sums
+        self._propagate(answer, sums, scaler)
+        moved = State(self.model, buffers=False)
+        for encoder, each in zip(self.encoders, leaves, strict=True):
+            told = [None if leaf.grad is None else everyone.share(leaf.grad) for leaf in each]
+            encoder.rewind()
+            self._encode_again([turn for turn in turns if turn.encoder is encoder], told, order)
+            encoder.retreat()
+        after.restore_buffers()
+        moved.restore_random()
+        self.ranks.agree(Status.READY, Sums())
+        self.ranks.settle()
+        self.ranks.reduce(self.gradients)
+        result = Result(**sums.report(device_of(self.model)), micro_batches=len(self.pieces), rows=rows)
+        return Pending(result, self.gradients, 1.0, 1.0, tally.losses)
+
+    def _loss(self, encoded: Sequence[Sequence[Tensor]]) -> tuple[Tally, Answer]:
+        arguments: list[Any] = []
+        for encoder, leaves in zip(self.encoders, encoded, strict=True):
+            assert encoder.form is not None  # every encoder has run
+            said = pytree.tree_unflatten(list(leaves), encoder.form)
+            arguments += said if type(said) in (tuple, list) else [said]
+        with self.ranks.local():
+            returned = self.loss_fn(*arguments)
+        if isinstance(returned, Tensor) and returned.dim() == 0:
+            returned = Mean(returned, 1.0)
+        tally = Tally()
+        answer = tally.add(read(returned, rows=1))
+        return tally, answer or Answer({}, {}, named=False)
+
+    def _propagate(self, answer: Answer, sums: Sums, scaler: GradScaler | None) -> None:
+        """Take the gradient of the loss: for the encoded rows, and for what the loss itself is made of."""
+        outputs, seeds = [], []
+        for key, term in answer.terms.items():
+            output = term.total * term.weight
+            share = self.ranks.divides / sums.denominator(key, term.kind)
+            one = torch.ones_like(output) if scaler is None else scaler.scale(torch.ones_like(output))
+            outputs.append(output)
+            seeds.append(one * share)
+        found = self.gradients.include(leaf for leaf in leaves_of(outputs) if isinstance(leaf, nn.Parameter))
+        if found and self.ranks.world > 1:
+            raise SyncError(
+                f"The loss reaches {len(found)} parameters outside of the wrapped model (first: shape "
+                f"{tuple(found[0].shape)}), whose gradients no rank would exchange. Make them part of the module that "
+                "DistributedDataParallel wraps."
+            )
+        if outputs:
+            torch.autograd.backward(outputs, seeds)
+
+    def _encode_again(
+        self, turns: Sequence[_Turn], gradient: Sequence[Tensor | None], order: Sequence[int] | None
+    ) -> None:
+        """Go backward through every piece from the gradient of what it said, the one with a graph first."""
+        if order is not None:
+            place = torch.tensor(order)
+            gradient = [None if g is None else g[place.to(g.device)] for g in gradient]
+        sizes = [turn.said[0].shape[0] for turn in turns]
+        parts = [[None] * len(turns) if g is None else torch.split(g, sizes) for g in gradient]
+        for turn, told in sorted(zip(turns, zip(*parts, strict=True), strict=True), key=lambda pair: not pair[0].graph):
+            pairs = [(s, g) for s, g in zip(turn.again(), told, strict=True) if g is not None and s.requires_grad]
+            if pairs:
+                outputs, seeds = zip(*pairs, strict=True)
+                with self.ranks.local():
+                    torch.autograd.backward(outputs, seeds)
+            turn.said, turn.graph = [], False
+
+
+def _order(pieces: Sequence[Piece]) -> list[int] | None:
+    """Say where each encoded row belongs in the batch, if pieces took them out of order."""
+    rows = [row for piece in pieces for row in piece.index]
+    return None if rows == sorted(rows) else rows
+
+
+def _join(said: Sequence[Sequence[Tensor]], order: Sequence[int] | None) -> list[Tensor]:
+    """Put the rows of all pieces together, in the batch's order."""
+    joined = [torch.cat([leaf.detach() for leaf in column]) for column in zip(*said, strict=True)]
+    if order is None:
+        return joined
+    if any(len(leaf) != len(order) for leaf in joined):
+        raise LossError(
+            f"encode returned {[len(leaf) for leaf in joined]} rows for the batch's {len(order)}, which a size in "
+            "tokens has put out of order. Return one entry a row, or give the size in rows."
+        )
+    return [torch.empty_like(leaf).index_copy_(0, torch.tensor(order, device=leaf.device), leaf) for leaf in joined]
+
+
+def _close(a: Tensor, b: Tensor) -> bool:
+    """Tell whether two runs agree but for rounding."""
+    if a.shape != b.shape or not a.is_floating_point():
+        return a.shape == b.shape and torch.equal(a, b)
+    tolerance = max(1e-3, 4 * torch.finfo(a.dtype).eps)
+    apart = torch.linalg.vector_norm((a - b).detach().float())
+    return bool(apart <= tolerance * torch.linalg.vector_norm(b.detach().float())) or not bool(torch.isfinite(apart))
+
+
+def _versions(model: nn.Module) -> int:
+    """A number that changes whenever a buffer is written into."""
+    return sum(buffer._version for buffer in model.buffers())
