@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -34,6 +35,7 @@ class Situation:
     mean: Callable[[nn.Module, Batch], Tensor]
     k: int | None = None
     """The number of pieces that the usual loop divides by, where that is not the number there is."""
+    batch_norm: Literal["exact"] | None = None
 
 
 class Tagger(nn.Module):
@@ -49,6 +51,11 @@ class Tagger(nn.Module):
 
 def classifier() -> nn.Module:
     return nn.Sequential(nn.Linear(12, 48), nn.GELU(), nn.Linear(48, 4))
+
+
+def convolutions() -> nn.Module:
+    layers = [nn.Unflatten(1, (1, 12)), nn.Conv1d(1, 8, 3), nn.BatchNorm1d(8), nn.ReLU(), nn.Conv1d(8, 8, 3)]
+    return nn.Sequential(*layers, nn.BatchNorm1d(8), nn.ReLU(), nn.Flatten(), nn.Linear(64, 4))
 
 
 def sentences(rows: int = 32, size: int = 4, emptied: int = 0) -> list[Batch]:
@@ -126,6 +133,7 @@ SITUATIONS = (
     Situation("short last piece: 50 rows by 16", classifier, lambda: points(50, 16), rows_ours, rows_mean),
     Situation("class weights 1 : 4 : 10 : 25", classifier, lambda: points(64, 8), weighted_ours, weighted_mean),
     Situation("boxes in a third of the rows", classifier, lambda: points(64, 8), boxes_ours, boxes_mean),
+    Situation("BatchNorm", convolutions, lambda: points(64, 8), rows_ours, rows_mean, batch_norm="exact"),
 )
 
 
@@ -145,7 +153,7 @@ def errors(situation: Situation, seed: int) -> tuple[float, float]:
     situation.mean(whole, doubled(joined(pieces))).backward()
     for piece in pieces:
         (situation.mean(model, piece) / (situation.k or len(pieces))).backward()
-    wb.backward(ours, situation.ours, wb.Window(pieces))
+    wb.backward(ours, situation.ours, wb.Window(pieces), batch_norm=situation.batch_norm)
     true = gradient(whole)
     usual_error, our_error = (float((gradient(m) - true).norm() / true.norm()) for m in (model, ours))
     return usual_error, our_error
