@@ -15,15 +15,16 @@ Counts: TypeAlias = "float | Tensor | Sequence[float | Tensor] | Mapping[str, fl
 class Options(TypedDict, total=False):
     """How the pieces of a batch run; all optional, all by name.
 
-    items: a function of the micro-batch that returns the counts of the terms, in their order or under their
-        names. Makes every denominator known beforehand, so that losses with several denominators need no
-        counting pass.
-    collate: makes a micro-batch of a list of samples; the batch is then a plain sequence of samples.
-    whole: names of leaves that go whole into every micro-batch although they look as if they had rows.
-    sync: when gradients travel over ranks: "last", once a window; "every", with each micro-batch.
-    accumulate_in: the precision of the window's sum for parameters of fewer bits, such as ``torch.float32``.
-    offload: keep what autograd saves in host memory while it waits.
-    batch_norm: what BatchNorm layers in training mode do: "exact", "pooled" or "micro".
+    Attributes:
+        items: a function of the micro-batch that returns the counts of the terms, in their order or under their
+            names. Makes every denominator known beforehand, so that losses with several denominators need no
+            counting pass.
+        collate: makes a micro-batch of a list of samples; the batch is then a plain sequence of samples.
+        whole: names of leaves that go whole into every micro-batch although they look as if they had rows.
+        sync: when gradients travel over ranks: "last", once a window; "every", with each micro-batch.
+        accumulate_in: the precision of the window's sum for parameters of fewer bits, such as ``torch.float32``.
+        offload: keep what autograd saves in host memory while it waits.
+        batch_norm: what BatchNorm layers in training mode do: "exact", "pooled" or "micro".
     """
 
     items: Callable[[Any], Counts] | None
