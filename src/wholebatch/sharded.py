@@ -210,8 +210,7 @@ class LockstepShards(ShardedRanks):
         for piece in [*pieces, *[None] * (max(counts) - len(pieces))]:
             self._outputs, self._before = [], None
             yield piece
-            if self._before is not None:
-                self._before.restore_buffers()  # not earlier: the backward of this round may have needed them
+            self._restore_buffers()
 
     def attend(self) -> None:
         if self._outputs or self._spare is None:
@@ -225,6 +224,11 @@ class LockstepShards(ShardedRanks):
                 "loss function returned without calling the model. Call it for every micro-batch and return None "
                 'after that, or pass sync="last".'
             )
+
+    def _restore_buffers(self) -> None:
+        """Go back to the buffers of before a piece without weight, once its backward needs them no more."""
+        if self._before is not None:
+            self._before.restore_buffers()
 
     def owns(self, leaf: Tensor) -> bool:
         return id(leaf) in self._whole
