@@ -339,7 +339,8 @@ class _Run:
     def _explore(self, answer: Answer) -> None:
         """Find leaves outside of the model that the window will add to, so that they are mended too."""
         self.explored = True
-        own = {id(parameter) for parameter in self.survey.parameters}
+        # A sharded model has other parameters by now: those that its forward has gathered.
+        own = {id(parameter) for parameter in (*self.survey.parameters, *self.model.parameters())}
         leaves = leaves_of(output for output, _ in weighted(answer).values())
         foreign = [leaf for leaf in leaves if id(leaf) not in own and not self.ranks.owns(leaf)]
         self.gradients.include([*foreign, *named_leaves(self.loss_fn)])
