@@ -10,10 +10,10 @@ from operator import add
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from wholebatch.errors import LossError
+from wholebatch.integrations.boundary import everywhere
 from wholebatch.integrations.reading import COUNTERS, HOW_TO_STATE, Counter, Inputs, contract, recognise, undivided
 from wholebatch.integrations.routing import Load, Router, load_of, recognise_router
 from wholebatch.loss import Answer, Mean, from_mean, read, total
@@ -190,19 +190,6 @@ class Meaning:
         aside = rest * float(loss)
         router = recognise_router(outputs, inputs.get("attention_mask"), aside, tolerance)
         return Reading(recognise(lambda rows, items: loss_of(rows, items) - aside, inputs, order, tolerance), router)
-
-
-def everywhere(value: Any) -> list[Any]:
-    """Return what every rank has to say, by rank."""
-    answers: list[Any] = [value] * world()
-    if len(answers) > 1:
-        dist.all_gather_object(answers, value)
-    return answers
-
-
-def world() -> int:
-    """Return the number of ranks."""
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 def is_number(loss: Any) -> bool:

@@ -83,6 +83,6 @@ def recognise_router(outputs: Mapping[str, Any], mask: Tensor | None, rest: floa
         if abs(float(load_of(logits, mask, top_k).loss()) - aux) <= tolerance * abs(aux):
             return Router(rest / aux, top_k)
     raise LossError(
-        f"The model's auxiliary loss of {aux:.6g} is not the load-balancing loss over its {len(logits)} routers, so what "
-        "it couples is not known. Set output_router_logits=False, or return terms of your own from compute_loss."
+        f"The model's auxiliary loss of {aux:.6g} is not the load-balancing loss over its {len(logits)} routers, so "
+        "what it couples is not known. Set output_router_logits=False, or return terms of your own from compute_loss."
     )

@@ -20,7 +20,8 @@ from typing_extensions import Unpack
 
 import wholebatch as wb
 from wholebatch.errors import InexactError
-from wholebatch.integrations.meaning import Meaning, everywhere, is_number, world
+from wholebatch.integrations.boundary import everywhere, world
+from wholebatch.integrations.meaning import Meaning, is_number
 from wholebatch.integrations.reading import Counter
 from wholebatch.options import Options
 from wholebatch.sizes import Size

@@ -1,0 +1,174 @@
+"""Lightning and Fabric with the gradient of the whole window.
+
+Lightning's own loop divides each micro-batch's loss by `accumulate_grad_batches`, also in a short last window, and
+whatever the loss averages over. The callback below undoes that and divides once, at the boundary, before the clip.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import lightning
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from typing_extensions import Unpack
+
+import wholebatch as wb
+from wholebatch.errors import InexactError, LossError
+from wholebatch.integrations.boundary import Boundary
+from wholebatch.loss import read
+from wholebatch.options import Options
+from wholebatch.sizes import Size
+
+
+SERVED = ("SingleDeviceStrategy", "DDPStrategy")
+
+
+class Exact(lightning.Callback):
+    """Make `accumulate_grad_batches` exact for a module whose `training_step` returns `whole(self, ...)`.
+
+    At the boundary, before clipping, the window's gradients are brought to what the window averages over, on all ranks:
+    uneven micro-batches, a short last window, a `GradientAccumulationScheduler`, all by the same rule.
+
+    Args:
+        log: the name under which each window's true loss is logged; None for no log.
+
+    Raises:
+        InexactError: on the start of training, under a strategy or optimizer that makes the step itself.
+        LossError: at the first boundary, if `training_step` returned a bare number.
+
+    Example:
+        >>> trainer = lightning.Trainer(accumulate_grad_batches=8, callbacks=[Exact()])  # doctest: +SKIP
+    """
+
+    def __init__(self, log: str | None = "train_loss") -> None:
+        self._log = log
+        self._boundary: Boundary | None = None
+
+    def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        """Refuse what cannot be exact, and begin."""
+        _refuse(trainer.strategy, trainer.optimizers)
+        self._boundary = Boundary()
+
+    def on_before_optimizer_step(
+        self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, optimizer: torch.optim.Optimizer
+    ) -> None:
+        """Bring the window to its true denominator."""
+        if self._boundary is not None:
+            loss = self._boundary.close(pl_module.parameters())
+            if self._log is not None:
+                pl_module.log(self._log, loss, prog_bar=True, batch_size=1)
+
+    def share(self, returned: Any, pieces: int) -> Tensor:
+        """Return the number from which Lightning goes back, which it will divide by `pieces`."""
+        if self._boundary is None:
+            raise LossError("No training has started, so there is no window. Call whole(self, ...) in training_step.")
+        return self._boundary.share(returned, pieces) * pieces
+
+
+def whole(module: lightning.LightningModule, returned: Any) -> Tensor:
+    """Return what `training_step` has to return for a loss that states what it averages over.
+
+    In validation and tests it is the loss of the batch alone.
+
+    Args:
+        module: the module itself.
+        returned: any form that `wb.backward` knows, with one denominator; for several, see `backward`.
+
+    Raises:
+        LossError: for a bare number, terms with different denominators, or a trainer without `Exact`.
+    """
+    if not module.trainer.training:
+        answer = read(returned, rows=1)
+        return torch.stack([term.value for term in ({} if answer is None else answer.terms).values()]).sum()
+    found = [callback for callback in module.trainer.callbacks if isinstance(callback, Exact)]
+    if not found:
+        raise LossError(
+            f"whole(...) gives {type(module).__name__} a share of a window, and nothing ends the window. Add the "
+            "callback: Trainer(..., callbacks=[Exact()])."
+        )
+    return found[0].share(returned, module.trainer.accumulate_grad_batches)
+
+
+def backward(
+    owner: lightning.LightningModule | lightning.Fabric,
+    model: nn.Module,
+    loss_fn: Callable[[Any, Any], Any],
+    batch: Any,
+    micro_batch_size: Size = None,
+    **options: Unpack[Options],
+) -> wb.Result:
+    """Leave the gradient of a whole batch, or of a window: `wb.backward` under Fabric, or in manual optimization.
+
+    Takes the place of `fabric.backward` and `fabric.no_backward_sync`, or of `manual_backward`. Gradients travel once;
+    the scaler of 16-bit precision is the owner's. Call it once a step, then clip, step and zero as ever.
+
+    Args:
+        owner: the `Fabric` that set the model up, or a LightningModule with `automatic_optimization = False`.
+        model: as `fabric.setup` returned it; in a LightningModule, the module itself.
+        loss_fn: as of `wb.backward`.
+        batch: as of `wb.backward`; `wb.windows(loader, k)` makes windows.
+        micro_batch_size: as of `wb.backward`.
+        **options: as of `wb.backward`.
+
+    Raises:
+        InexactError: under a strategy that makes or shards the step itself.
+
+    Example:
+        >>> fabric = lightning.Fabric(accelerator="cpu")
+        >>> model = fabric.setup(torch.nn.Linear(3, 1))
+        >>> backward(fabric, model, lambda model, x: model(x).square(), torch.randn(10, 3), 4).micro_batches
+        3
+    """
+    strategy = owner.strategy if isinstance(owner, lightning.Fabric) else owner.trainer.strategy
+    _refuse(strategy)
+    if isinstance(owner, lightning.Fabric):
+        precision, outer = strategy.precision, model
+        model = _Bare(_wrapper_in(outer) or outer.module, precision)
+    else:
+        precision, outer = strategy.precision_plugin, strategy.model
+    inner = _wrapper_in(outer) or model
+    scaler = getattr(precision, "scaler", None)
+
+    def loss_of(wrapped: nn.Module, piece: Any) -> Any:
+        return loss_fn(model, piece)
+
+    return wb.backward(inner, loss_of, batch, micro_batch_size, scaler=scaler, **options)
+
+
+class _Bare(nn.Module):
+    """A module under Fabric's precision, without Fabric's demand that `fabric.backward` be the one to go back."""
+
+    def __init__(self, inner: nn.Module, precision: Any) -> None:
+        super().__init__()
+        self._inner, self._precision = inner, precision
+
+    def __getattr__(self, name: str) -> Any:
+        inner = self._modules["_inner"]
+        return inner if name == "_inner" else getattr(getattr(inner, "module", inner), name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        args, kwargs = self._precision.convert_input((args, kwargs))
+        with self._precision.forward_context():
+            output = self._inner(*args, **kwargs)
+        return self._precision.convert_output(output)
+
+
+def _wrapper_in(module: nn.Module) -> nn.Module | None:
+    return next((inner for inner in module.modules() if isinstance(inner, DistributedDataParallel)), None)
+
+
+def _refuse(strategy: Any, optimizers: Sequence[Any] = ()) -> None:
+    name = type(strategy).__name__
+    if name not in SERVED:
+        raise InexactError(
+            f"strategy {name} makes, divides or shards the step itself. Served are {', '.join(SERVED)}: one process a "
+            "device, one device or several."
+        )
+    if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in optimizers):
+        raise InexactError(
+            "LBFGS calls training_step again for the last micro-batch alone. Accumulate nothing under it, or use "
+            "manual optimization and `backward` of this module inside of its closure."
+        )
