@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from wholebatch.batch import Nest, move
-from wholebatch.comparison import Comparison, compare
+from wholebatch.comparison import Comparison, compare, errors_of, joined
 from wholebatch.errors import InexactError, SyncError
 from wholebatch.finding import Change, Finding
 from wholebatch.gradient import LossFunction, backward
@@ -137,8 +137,8 @@ class _Measurement:
         self.size = size
         self.options = options
         self.state = State(self.model)
-        self.given = {"whole": options.get("whole", ()), "collate": options.get("collate")}
-        self.pieces = [piece.load() for piece in pieces_of(batch, size, **self.given)]
+        self.whole, self.collate = options.get("whole", ()), options.get("collate")
+        self.pieces = [piece.load() for piece in pieces_of(batch, size, whole=self.whole, collate=self.collate)]
         self.dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
         self.notes: list[str] = []
         self.findings: list[Finding] = []
@@ -215,14 +215,16 @@ class _Measurement:
                 self.notes.append(f"Draws differ between precisions, so the reference ran in {self.dtype} too.")
                 return own, None
             return truth, own
-        truth = whole_gradient(self.model, self.loss_fn, self.batch, **self.given)
+        truth = whole_gradient(self.model, self.loss_fn, self.batch, whole=self.whole, collate=self.collate)
         if truth.pieces > 1:
             self.notes.append(
                 f"The reference ran in {truth.pieces} pieces, in which rows of different pieces can't meet."
             )
         if self.dtype == torch.float64 or truth.pieces > 1:
             return truth, None
-        return truth, whole_gradient(self.model, self.loss_fn, self.batch, dtype=self.dtype, **self.given)
+        return truth, whole_gradient(
+            self.model, self.loss_fn, self.batch, dtype=self.dtype, whole=self.whole, collate=self.collate
+        )
 
     def explain(
         self, loss_fn: LossFunction, ours: Gradients, truth: Reference, size: Comparison, tolerance: float
@@ -267,24 +269,6 @@ def number_of(returned: Any) -> float:
     totals = [term.total for part in parts for term in getattr(part, "parts", ())]
     totals += [part.detach().double().sum() for part in parts if isinstance(part, Tensor)]
     return sum(float(total.detach()) for total in totals)
-
-
-def joined(gradients: Gradients, truth: Gradients) -> tuple[Tensor, Tensor]:
-    """Return both gradients as vectors of the same order."""
-    ours = [flat(gradients[name]) for name in truth]
-    return torch.cat(ours or [torch.zeros(1)]), torch.cat([flat(value) for value in truth.values()] or [torch.zeros(1)])
-
-
-def flat(value: Tensor) -> Tensor:
-    """Return a gradient as a vector of float64, a complex one as its real and imaginary parts."""
-    return (torch.view_as_real(value) if value.is_complex() else value).reshape(-1).double()
-
-
-def errors_of(gradients: Gradients, truth: Gradients) -> dict[str, float]:
-    """Return each parameter's distance over the norm of the whole truth, largest first."""
-    size = float(joined(truth, truth)[1].norm()) or 1.0
-    errors = {name: float((flat(gradients[name]) - flat(truth[name])).norm()) / size for name in truth}
-    return dict(sorted(errors.items(), key=lambda item: -item[1]))
 
 
 def counts_differ(truth: Reference, in_pieces: Reference) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import torch
 from torch import Tensor
 
 
@@ -43,3 +44,21 @@ def compare(gradient: Tensor, truth: Tensor) -> Comparison:
 def scale(ratio: float) -> Comparison:
     """Return the comparison of a gradient that differs by a factor only."""
     return Comparison(abs(ratio - 1), ratio, 1.0)
+
+
+def joined(gradients: dict[str, Tensor], truth: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Return both gradients as vectors of the same order."""
+    ours = [flat(gradients[name]) for name in truth]
+    return torch.cat(ours or [torch.zeros(1)]), torch.cat([flat(value) for value in truth.values()] or [torch.zeros(1)])
+
+
+def flat(value: Tensor) -> Tensor:
+    """Return a gradient as a vector of float64, a complex one as its real and imaginary parts."""
+    return (torch.view_as_real(value) if value.is_complex() else value).reshape(-1).double()
+
+
+def errors_of(gradients: dict[str, Tensor], truth: dict[str, Tensor]) -> dict[str, float]:
+    """Return each parameter's distance over the norm of the whole truth, largest first."""
+    size = float(joined(truth, truth)[1].norm()) or 1.0
+    errors = {name: float((flat(gradients[name]) - flat(truth[name])).norm()) / size for name in truth}
+    return dict(sorted(errors.items(), key=lambda item: -item[1]))

@@ -1,4 +1,4 @@
-"""Notice a hand-written weight average: an operation outside the forward pass that mixes parameters into other tensors."""
+"""Notice a hand-written weight average: an operation that mixes parameters into other tensors."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class AverageWatch(TorchFunctionMode):
             self.mark(name, result, own, source, args)
 
     def mark(self, name: str, result: Tensor, own: int | None, source: int | None, args: tuple[Any, ...]) -> None:
-        """Remember a result made of a parameter; a sum of one with a foreign tensor is an average put in a new place."""
+        """Remember what is made of a parameter; its sum with a foreign tensor is an average in a new place."""
         number = own if own is not None else source
         if number is None or self.number_of(result) is not None:
             return

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import json
 import runpy
 import shutil
 import sys
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from wholebatch.doctor.processes import common_folder, launched, load, save
 from wholebatch.doctor.report import Report, report_on
-from wholebatch.site import site_of
-from wholebatch.doctor.trace import Trace
 from wholebatch.doctor.watch import Seen, watch
+from wholebatch.site import site_of
 
 USAGE = "wholebatch doctor [--steps N] [--html FILE] [--json] [--reference MODULE:FUNCTION] SCRIPT|-m MODULE [-- ARGS]"
 PATIENCE_SECONDS = 60.0
@@ -30,10 +31,9 @@ def main(argv: list[str] | None = None) -> int:
     if options.module is None and not Path(options.script).is_file():
         print(f"There is no file {options.script!r} to run. Name a script, or a module with -m.", file=sys.stderr)
         return 2
-    traces = run(options)
-    if traces is None:
+    report = run(options)
+    if report is None:
         return 0
-    report = report_on(traces)
     show(report, options)
     return report.status
 
@@ -53,20 +53,31 @@ def parser() -> argparse.ArgumentParser:
     return own
 
 
-def run(options: argparse.Namespace) -> list[Trace] | None:
-    """Run the script watched; return the traces of all ranks on the rank that reports, None on the others."""
+def run(options: argparse.Namespace) -> Report | None:
+    """Run the script watched; return the report on the rank that tells it, None on the others."""
     rank, world = launched()
     folder = common_folder() if world > 1 else None
-    with watch(options.steps) as seen, Script(seen, options):
+    with watch(options.steps, named(options.reference)) as seen, Script(seen, options):
         start(options)
     if folder is None:
-        return seen.traces
+        return seen.report()
     save(seen.trace, folder)
     if rank > 0:
         return None
     traces = load(folder, world, PATIENCE_SECONDS)
     shutil.rmtree(folder, ignore_errors=True)
-    return traces
+    return report_on(traces)
+
+
+def named(reference: str | None) -> Any:
+    """Return the function that MODULE:FUNCTION names; the current folder's modules are found too."""
+    if reference is None:
+        return None
+    module, _, function = reference.partition(":")
+    if not function:
+        raise SystemExit(f"--reference {reference}: name a function as MODULE:FUNCTION.")
+    sys.path.insert(0, str(Path.cwd()))
+    return getattr(importlib.import_module(module), function)
 
 
 def start(options: argparse.Namespace) -> None:

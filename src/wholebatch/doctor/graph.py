@@ -21,8 +21,8 @@ MOST_TERMS = 64
 KINDS = {0: "none", 1: "mean", 2: "sum"}
 # Nodes that hand a scalar, or all entries of a tensor, through without changing what is summed.
 THROUGH = (
-    "ToCopy", "View", "UnsafeView", "ReshapeAlias", "Squeeze", "Unsqueeze", "Clone", "Alias", "Expand", "Transpose", "T", "Permute",
-    "Neg", "NanToNum", "Slice", "Contiguous", "CopyBackwards", "_DDPSink", "Index",
+    "ToCopy", "View", "UnsafeView", "ReshapeAlias", "Squeeze", "Unsqueeze", "Clone", "Alias", "Expand", "Transpose",
+    "T", "Permute", "Neg", "NanToNum", "Slice", "Contiguous", "CopyBackwards", "_DDPSink", "Index",
 )  # fmt: skip
 
 

@@ -170,7 +170,8 @@ def around_schedules(recorder: Recorder, wrapping: Wrapping) -> None:
 
 def descendants(kind: type) -> list[type]:
     """Return the subclasses of a class, all the way down."""
-    return [below for child in kind.__subclasses__() for below in (child, *descendants(child))]
+    children: list[type] = kind.__subclasses__()
+    return [below for child in children for below in (child, *descendants(child))]
 
 
 def around_loaders(recorder: Recorder, wrapping: Wrapping) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -27,6 +26,7 @@ class Watched:
         self.steps = steps
 
     def __call__(self, *args: Any) -> None:
+        """Run the function, watched; its own error stays its own."""
         from wholebatch.doctor.watch import watch
 
         with contextlib.ExitStack() as stack:
@@ -42,7 +42,7 @@ def around_processes(folder: str, steps: int, wrapping: Wrapping) -> None:
     def start(original: Callable[..., Any], function: Any, *args: Any, **kwargs: Any) -> Any:
         return original(Watched(function, folder, steps), *args, **kwargs)
 
-    wrapping.function(sys.modules[mp.start_processes.__module__], "start_processes", start)
+    wrapping.function(mp, "start_processes", start)
 
 
 def save(trace: Trace, folder: Path) -> None:

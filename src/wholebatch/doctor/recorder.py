@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import inspect
+import math
 import time
 from typing import Any
 
@@ -12,10 +13,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from wholebatch.doctor.averages import AverageSwitch, AverageWatch
+from wholebatch.doctor.exhibit import Exhibit
 from wholebatch.doctor.graph import terms_of
 from wholebatch.doctor.parameters import Parameters
-from wholebatch.site import site_of
 from wholebatch.doctor.trace import Average, Backward, Clip, Event, Forward, Optimizer, Scaler, Step, Trace
+from wholebatch.site import site_of
 
 BATCH_NORMS = (nn.modules.batchnorm._BatchNorm,)
 IGNORED_LABEL = -100
@@ -28,7 +30,7 @@ class StopWatching(BaseException):
 class Recorder:
     """What is known of the loop so far, and the methods by which the hooks add to it."""
 
-    def __init__(self, steps: int = 0) -> None:
+    def __init__(self, steps: int = 0, exhibit: Exhibit | None = None) -> None:
         self.trace = Trace()
         self.parameters = Parameters()
         self.enough = steps
@@ -45,8 +47,7 @@ class Recorder:
         self.switch = AverageSwitch(AverageWatch(self.number_of, self.averaged))
         self.hunted = False
         self.roots: list[str] = []
-        self.keep_batches = False
-        self.batches: list[Any] = []
+        self.exhibit = exhibit
 
     # Events
 
@@ -87,6 +88,8 @@ class Recorder:
             self.forward = Forward(training=module.training, grad=torch.is_grad_enabled(), model=type(module).__name__)
             self.forward.site = site_of(inspect.currentframe())
             self.random = random_states()
+            if self.exhibit is not None:
+                self.exhibit.forward_begins(module)
 
     def prefix_of(self, module: nn.Module) -> str:
         """Return what the names of a further module's parameters begin with: the first one's stand alone."""
@@ -107,6 +110,8 @@ class Recorder:
             finish_forward(self.forward, args, kwargs)
             self.forward.random = any(not torch.equal(a, b) for a, b in zip(self.random, random_states(), strict=False))
             self.add(self.forward)
+            if self.exhibit is not None:
+                self.exhibit.forward_ends(args, kwargs, self.forward.random)
             self.forward = None
 
     def note_wrapper(self, event: Forward, module: nn.Module) -> None:
@@ -151,6 +156,8 @@ class Recorder:
         self.parameters.choose(event.touched)
         event.after = self.level = self.parameters.sample()
         event.dtype = self.dtype_of(event.touched)
+        if self.exhibit is not None:
+            self.exhibit.fresh = False
         self.add(event)
 
     def sample_if(self, changed: bool) -> Tensor | None:
@@ -180,9 +187,9 @@ class Recorder:
         """Find, once, the optimizers that exist when the first backward begins."""
         if not self.hunted:
             self.hunted = True
-            for thing in gc.get_objects():
-                if issubclass(type(thing), torch.optim.Optimizer):
-                    self.meet_optimizer(thing)
+            found = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.optim.Optimizer)]
+            for optimizer in found:
+                self.meet_optimizer(optimizer)
 
     # Optimizers
 
@@ -224,6 +231,8 @@ class Recorder:
         self.inside_step -= 1
         if any(isinstance(seen, Backward) for seen in self.trace.events[event.began :]):
             self.look_at_step(event)
+        if self.exhibit is not None:
+            self.exhibit.close(self.parameters)
         self.add(event)
 
     def clipped(self, parameters: Any, bound: float) -> Clip:
@@ -231,12 +240,15 @@ class Recorder:
         given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         numbers = frozenset(self.parameters.add(parameter, "") for parameter in given)
         look = self.parameters.look()
+        if self.exhibit is not None and not math.isinf(bound):
+            self.exhibit.keep_gradient(self.parameters)
+            self.exhibit.bound = bound
         return Clip(parameters=numbers & look.pending, bound=bound, sample=self.sample_if(bool(look.changed)))
 
     def drawn(self, batch: Any) -> None:
         """Keep what a data loader gave, when the window is to be measured."""
-        if self.keep_batches:
-            self.batches.append(batch)
+        if self.exhibit is not None:
+            self.exhibit.drawn(batch)
 
     def scaler_called(self, call: str, optimizer: Any, scale: float, before: int) -> None:
         """Note a scaler's call; a step without a step of the optimizer inside was skipped."""

@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 from wholebatch.doctor.findings import Finding, find
+from wholebatch.doctor.hypotheses import Measurement
 from wholebatch.doctor.measure import usual_error
 from wholebatch.doctor.shares import divisions
 from wholebatch.doctor.story import Story, Window, read
@@ -23,6 +24,7 @@ class Report:
     notes: list[str]
     stories: list[Story]
     looked: bool = True
+    measurement: Measurement | None = None
 
     @property
     def ok(self) -> bool:
@@ -110,15 +112,28 @@ def window_row(story: Story, window: Window) -> dict[str, Any]:
     }
 
 
-def report_on(traces: list[Trace]) -> Report:
+def report_on(traces: list[Trace], measurement: Measurement | None = None) -> Report:
     """Read the traces of all ranks and say what is wrong."""
     stories = [read(trace) for trace in sorted(traces, key=lambda trace: trace.rank)]
-    findings = find(stories)
+    findings = with_measurement(find(stories), measurement)
     notes = list(notes_on(stories, findings))
+    if measurement is not None:
+        notes = [f"First window against the reference: {measurement.comparison}.", *measurement.notes, *notes]
     if stories[0].trace.error is not None:
         notes.append(f"The script ended by its own error: {stories[0].trace.error}")
     looked = any(isinstance(event, Step) for event in stories[0].trace.events)
-    return Report(findings, notes, stories, looked)
+    return Report(findings, notes, stories, looked, measurement)
+
+
+def with_measurement(findings: list[Finding], measurement: Measurement | None) -> list[Finding]:
+    """Put what was measured before what was only seen; the same cause is said once, with the measured size."""
+    measured = measurement.finding() if measurement is not None else None
+    if measured is None:
+        return findings
+    seen = next((finding for finding in findings if finding.rule == measured.rule), None)
+    if seen is not None:
+        measured = dataclasses.replace(seen, amount=measured.amount, harm=measured.harm)
+    return [measured, *(finding for finding in findings if finding is not seen)]
 
 
 def notes_on(stories: list[Story], findings: list[Finding]) -> list[str]:
@@ -129,8 +144,8 @@ def notes_on(stories: list[Story], findings: list[Finding]) -> list[str]:
         if error is not None and error > 1e-3 and not findings:
             counts = ", ".join(f"{items:g}" for items in one.items[:8])
             notes.append(
-                f"Items vary between pieces ({counts}): dividing each by its own count would give an error of {error:.2g} "
-                "on this data; this loop does not."
+                f"Items vary between pieces ({counts}): dividing each by its own count would give an error of "
+                f"{error:.2g} on this data; this loop does not."
             )
             break
     return notes

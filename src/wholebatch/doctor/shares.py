@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
+import math
 import statistics
 
-from wholebatch.site import Site
 from wholebatch.doctor.story import Piece, Story, Window
-from wholebatch.doctor.trace import Term
+from wholebatch.doctor.trace import Forward, Term
+from wholebatch.site import Site
 
 CLOSE = 1e-3
 
@@ -119,13 +121,8 @@ def near(value: float, other: float) -> bool:
 
 def contains(factors: tuple[float, ...], wanted: float) -> bool:
     """Tell whether `wanted` is the product of neighbouring factors."""
-    for start in range(len(factors)):
-        product = 1.0
-        for factor in factors[start:]:
-            product *= factor
-            if near(abs(product), wanted):
-                return True
-    return False
+    ends = itertools.combinations(range(len(factors) + 1), 2)
+    return any(near(abs(math.prod(factors[start:end])), wanted) for start, end in ends)
 
 
 def divisions(stories: list[Story]) -> list[Division]:
@@ -155,7 +152,7 @@ def spread(stories: list[Story]) -> int:
     return stories[0].trace.world if any(forward.wrapper for forward in forwards) else 1
 
 
-def forwards_of(windows: list[Window]) -> list[object]:
+def forwards_of(windows: list[Window]) -> list[Forward]:
     """Return the forwards of all pieces."""
     return [forward for window in windows for piece in window.pieces for forward in piece.forwards]
 
@@ -169,15 +166,19 @@ def lengths_of(stories: list[Story], place: int) -> list[int]:
 
 def of_window(group: list[Window], ranks: list[int], lengths: list[int], world: int) -> list[Division]:
     """Return one division for each term that the pieces of a window have in common."""
+    shares = [
+        Share(rank, place, piece, term)
+        for rank, window in zip(ranks, group, strict=False)
+        for place, piece in enumerate(window.pieces)
+        for term in piece.backward.terms
+        if term.reduction != "opaque" and term.items > 0
+    ]
     keyed: dict[tuple[object, ...], list[Share]] = {}
-    for rank, window in zip(ranks, group, strict=False):
-        for place, piece in enumerate(window.pieces):
-            for term in piece.backward.terms:
-                if term.reduction != "opaque" and term.items > 0:
-                    key = (piece.backward.site, term.path, term.name)
-                    keyed.setdefault(key, []).append(Share(rank, place, piece, term))
+    for share in shares:
+        key = (share.piece.backward.site, share.term.path, share.term.name)
+        keyed.setdefault(key, []).append(share)
     after = rescaled(group[0]) if group else 1.0
-    return [Division(shares, group, world, lengths, after) for shares in keyed.values()]
+    return [Division(own, group, world, lengths, after) for own in keyed.values()]
 
 
 def rescaled(window: Window) -> float:

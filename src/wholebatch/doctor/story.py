@@ -1,4 +1,4 @@
-"""Order the events of a trace into windows: which pieces each optimizer step was made of, and what became of the rest."""
+"""Order the events of a trace into windows: what each optimizer step was made of, and what became of the rest."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import statistics
 import torch
 from torch import Tensor
 
-from wholebatch.site import Site
 from wholebatch.doctor.trace import (
     Average,
     Backward,
@@ -22,6 +21,7 @@ from wholebatch.doctor.trace import (
     Trace,
     ZeroGrad,
 )
+from wholebatch.site import Site
 
 
 @dataclasses.dataclass
@@ -78,7 +78,7 @@ class Window:
 
     @property
     def length(self) -> int:
-        """How many micro-batches: backwards called from the same line count one each, those of other lines run along."""
+        """How many micro-batches: backwards called from the same line; those of other lines run along."""
         sites: dict[object, int] = {}
         for piece in self.pieces:
             site = piece.backward.site

@@ -8,19 +8,24 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from wholebatch.doctor.exhibit import Exhibit
 from wholebatch.doctor.hooks import installed
+from wholebatch.doctor.hypotheses import Measurement, measure
 from wholebatch.doctor.processes import around_processes, load
 from wholebatch.doctor.recorder import Recorder, StopWatching
 from wholebatch.doctor.report import Report, report_on
 from wholebatch.doctor.trace import Trace
 from wholebatch.doctor.wrapping import Wrapping
+from wholebatch.gradient import LossFunction
 
 
 class Seen:
     """What `watch` saw so far, in this process and in those it started with `torch.multiprocessing`."""
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: Recorder, reference: LossFunction | None = None) -> None:
         self.recorder = recorder
+        self.reference = reference
+        self.measurement: Measurement | None = None
         self.others: list[Trace] = []
 
     @property
@@ -38,12 +43,16 @@ class Seen:
         return [own, *self.others] if own.steps or not self.others else self.others
 
     def report(self) -> Report:
-        """Return the findings, most harmful first, with what they rest on."""
-        return report_on(self.traces)
+        """Return the findings, most harmful first, with what they rest on; measured, where a reference was given."""
+        exhibit = self.recorder.exhibit
+        measurable = self.reference is not None and exhibit is not None and exhibit.closed
+        if self.measurement is None and measurable and exhibit is not None and self.reference is not None:
+            self.measurement = measure(exhibit, self.reference, self.trace.world, exhibit.bound)
+        return report_on(self.traces, self.measurement)
 
 
 @contextlib.contextmanager
-def watch(steps: int = 0) -> Iterator[Seen]:
+def watch(steps: int = 0, reference: LossFunction | None = None) -> Iterator[Seen]:
     """Watch the training loop that runs inside the context; the loop computes exactly what it computes without.
 
     Torch's global hooks on modules and optimizers tell most of it. Where torch has none (backward, clipping,
@@ -53,6 +62,8 @@ def watch(steps: int = 0) -> Iterator[Seen]:
     Args:
         steps: leave the loop once this many optimizer steps were seen whole, by an exception that this context
             swallows; 0 watches to the end.
+        reference: a loss function as `wholebatch.backward` takes it. The first window's model, batches and gradient
+            are kept, and the report says how far that gradient is from the reference's, and why. In one process.
 
     Returns:
         A `Seen`; ``seen.report()`` holds the findings.
@@ -68,8 +79,8 @@ def watch(steps: int = 0) -> Iterator[Seen]:
         (1, True)
 
     """
-    recorder, wrapping = Recorder(steps), Wrapping()
-    seen = Seen(recorder)
+    recorder, wrapping = Recorder(steps, Exhibit() if reference is not None else None), Wrapping()
+    seen = Seen(recorder, reference)
     started = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="wholebatch-doctor-") as folder, installed(recorder):
         around_processes(folder, steps, wrapping)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from wholebatch.doctor.findings import boundary, clearing, division, model, ranks
-from wholebatch.finding import Change, Finding
 from wholebatch.doctor.shares import divisions
 from wholebatch.doctor.story import Story, Window
+from wholebatch.finding import Change, Finding
 
 WINDOW_RULES: tuple[Callable[[Story, Window], Finding | None], ...] = (
     *clearing.RULES,

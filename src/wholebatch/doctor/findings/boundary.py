@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 
-from wholebatch.finding import Change, Finding
-from wholebatch.doctor.findings.remedies import line_of, moved
 from wholebatch.comparison import compare
+from wholebatch.doctor.findings.remedies import line_of, moved
 from wholebatch.doctor.story import Story, Window
 from wholebatch.doctor.trace import Clip, Event, Schedule
+from wholebatch.finding import Change, Finding
 
 
 def clip_per_piece(story: Story, window: Window) -> Finding | None:
@@ -22,7 +22,7 @@ def clip_per_piece(story: Story, window: Window) -> Finding | None:
         clip_amount(window) or "the sum of clipped pieces is not the clipped sum",
         0.8,
         early[0].site,
-        moved(early[0].site, "clip_grad_norm_(parameters, 1.0)", "if the window is complete"),
+        moved(early[0].site, "clip_grad_norm_(parameters, 1.0)", "once a window, before the step"),
         "Clipping a partial sum changes what the later pieces are added to.",
     )
 
@@ -82,7 +82,7 @@ def unscale_twice(story: Story, window: Window) -> Finding | None:
         "torch refuses the second call; earlier pieces would be divided by the scale twice",
         2.0,
         calls[1].site,
-        moved(calls[1].site, "scaler.unscale_(optimizer)", "if the window is complete"),
+        moved(calls[1].site, "scaler.unscale_(optimizer)", "once a window, before the step"),
     )
 
 
@@ -146,7 +146,7 @@ def moved_on_skip(story: Story, window: Window) -> Finding | None:
         f"the {kind} is one step ahead of the weights for every skipped step",
         0.4,
         calls[0].site,
-        moved(calls[0].site, "scheduler.step()", "if scaler.get_scale() >= scale_before"),
+        moved(calls[0].site, "scheduler.step()", "only if scaler.get_scale() >= scale_before"),
     )
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from wholebatch.finding import Change, Finding
-from wholebatch.doctor.findings.remedies import line_of, moved
 from wholebatch.comparison import compare
-from wholebatch.site import Site
+from wholebatch.doctor.findings.remedies import line_of, moved
 from wholebatch.doctor.story import Piece, Story, Window
+from wholebatch.finding import Change, Finding
+from wholebatch.site import Site
 
 
 def not_cleared(story: Story, window: Window) -> Finding | None:

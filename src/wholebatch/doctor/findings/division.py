@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from wholebatch.finding import Change, Finding
-from wholebatch.doctor.findings.remedies import scaled_backward
 from wholebatch.comparison import Comparison, scale
+from wholebatch.doctor.findings.remedies import scaled_backward
 from wholebatch.doctor.measure import reweighed
 from wholebatch.doctor.shares import Division, contains, near
+from wholebatch.finding import Change, Finding
 
 
 def not_divided(division: Division) -> Finding | None:
@@ -71,7 +71,7 @@ def short_window(division: Division) -> Finding | None:
     ratio = division.length / full
     return Finding(
         "first-window-short" if first else "last-window-short",
-        f"{'the first' if first else 'a short'} window holds {division.length} of {full} pieces and is divided by {full}",
+        f"{'the first' if first else 'a short'} window holds {division.length} of {full} pieces, divided by {full}",
         str(scale(ratio)),
         (1 - ratio) * 0.9,
         division.site,
@@ -91,8 +91,8 @@ def carried_over(division: Division) -> Finding | None:
     site = division.site
     return Finding(
         "carried-into-next-epoch",
-        f"a window holds {division.length} pieces and is divided by {full}: {division.length - full} were left in .grad "
-        "by an unfinished window before it",
+        f"a window holds {division.length} pieces and is divided by {full}: {division.length - full} were left in "
+        ".grad by an unfinished window before it",
         str(scale(ratio)),
         ratio - 1,
         site,
@@ -177,7 +177,7 @@ def uneven_sums(division: Division) -> Finding | None:
 
 
 def ranks_counted(division: Division) -> Finding | None:
-    """Global items, but the average over ranks is forgotten; or multiplied by the ranks though nothing divides by them."""
+    """The average over ranks comes on top of a division by all items, or is undone where nothing divides."""
     if division.world < 2 or not division.even() or (divisor(division) not in (0, 1) and division.is_mean):
         return None
     for ratio, what in (

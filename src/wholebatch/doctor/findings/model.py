@@ -1,4 +1,4 @@
-"""Findings about the model: layers and losses in which rows meet, parameters left out, short formats, fused optimizers."""
+"""Findings about the model: where rows meet, parameters left out, short formats, fused optimizers."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ import math
 
 from torch import Tensor
 
-from wholebatch.finding import Change, Finding
 from wholebatch.doctor.findings.ranks import framework
 from wholebatch.doctor.findings.remedies import line_of
 from wholebatch.doctor.shares import contains
 from wholebatch.doctor.story import Piece, Story, Window
 from wholebatch.doctor.trace import Backward
+from wholebatch.finding import Change, Finding
 
 MANY_PIECES = 16
+MOST_PIECES_MEANT = 128
 # Relative error of a sum of k gradients rounded at every addition grows like the root of k: measured 0.5 % at 16,
 # 1.0 % at 64, 1.8 % at 256, 3.3 % at 1,024 pieces for bfloat16; float16 keeps three bits more.
 ROUNDING = {"bfloat16": 1.25e-3, "float16": 1.25e-3 / 8}
@@ -28,9 +29,10 @@ def batch_norm(story: Story, window: Window) -> Finding | None:
         return None
     rows = window.pieces[0].rows
     site = window.pieces[0].forwards[0].site
+    many = f"{len(layers)} BatchNorm layer{'s' * (len(layers) > 1)}"
     return Finding(
         "batch-norm",
-        f"{len(layers)} BatchNorm layer{'s' * (len(layers) > 1)} in training mode (first: '{layers[0]}'), each piece of {rows} rows normalised by itself",
+        f"{many} in training mode (first: '{layers[0]}'), each piece of {rows} rows normalised by itself",
         f"another gradient than the whole batch's; running statistics move {window.length} times a step",
         0.3,
         site,
@@ -105,11 +107,8 @@ def optimizer_in_backward(story: Story, window: Window) -> Finding | None:
 def pieces_meant(story: Story, order: int) -> int:
     """Return the number that the backward around an event divides its loss by, 1 when none."""
     after = next((event for event in story.trace.of(Backward) if event.began <= order <= event.order), None)
-    for term in after.terms if after is not None else ():
-        for count in range(2, 129):
-            if contains(term.factors, 1 / count):
-                return count
-    return 1
+    factors = [term.factors for term in after.terms] if after is not None else []
+    return next((count for count in range(2, MOST_PIECES_MEANT + 1) if any(contains(f, 1 / count) for f in factors)), 1)
 
 
 def in_batch_negatives(story: Story, window: Window) -> Finding | None:
@@ -154,7 +153,8 @@ def loss_side_parameters(story: Story, window: Window) -> Finding | None:
     site = window.pieces[0].backward.site
     return Finding(
         "loss-parameters-counted-again",
-        f"the whole loss is back-propagated {count} times, so '{', '.join(names[:3])}' in the loss itself get {count} gradients",
+        f"the whole loss is back-propagated {count} times, so '{', '.join(names[:3])}' in the loss itself "
+        f"get {count} gradients",
         f"gradient {count:.2f} x too large for {len(names)} parameters, cosine 1.000",
         0.85,
         site,

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from wholebatch.finding import Change, Finding
 from wholebatch.doctor.findings.remedies import line_of
 from wholebatch.doctor.story import Piece, Story, Window
 from wholebatch.doctor.trace import Collective
+from wholebatch.finding import Change, Finding
 
 
 def flags(window: Window) -> list[bool]:

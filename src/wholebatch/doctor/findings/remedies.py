@@ -39,6 +39,6 @@ def scaled_backward(site: Site | None, factor: str) -> Change:
 
 
 def moved(site: Site | None, usual: str, to: str) -> Change:
-    """Move the line at `site` to where `to` says."""
+    """Keep the line at `site`, at the place that `to` describes."""
     text = line_of(site, usual)
-    return Change(text, f"{to}: {text}" if to.startswith("if ") else f"{text}  # {to}")
+    return Change(text, f"{text}  # {to}")

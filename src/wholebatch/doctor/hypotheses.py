@@ -1,0 +1,237 @@
+"""Why is this gradient not the reference's? Compute what each cause would give, and see which one it is.
+
+A cause is named only if its gradient explains the measured one to rounding.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Sequence
+from operator import itemgetter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from wholebatch.comparison import Comparison, compare, errors_of, joined
+from wholebatch.doctor.exhibit import Exhibit
+from wholebatch.finding import Change, Finding
+from wholebatch.reference import Reference, plain_gradient, rows_or_one, whole_gradient
+from wholebatch.window import Window
+
+ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 3e-2}
+MOST_PIECES_MEANT = 128
+DRAWN = "The model draws random numbers: the reference ran in the loop's pieces with the loop's draws."
+
+
+@dataclasses.dataclass(frozen=True)
+class Hypothesis:
+    """A cause, and the gradient that a loop with this fault would have."""
+
+    rule: str
+    what: str
+    gradient: Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class Measurement:
+    """A window's gradient against the reference's.
+
+    cause: the hypothesis that explains it, None where it is right or none does. residual: how far off the best one is.
+    by_parameter: each parameter's distance over the norm of the whole reference.
+    """
+
+    comparison: Comparison
+    tolerance: float
+    cause: Hypothesis | None
+    residual: float
+    pieces: int
+    by_parameter: dict[str, float]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def ok(self) -> bool:
+        """Whether only rounding lies between."""
+        return self.comparison.error <= self.tolerance
+
+    def finding(self) -> Finding | None:
+        """Return the finding that the measurement makes, None when it is right."""
+        if self.ok:
+            return None
+        rule = self.cause.rule if self.cause is not None else "unexplained"
+        what = (
+            self.cause.what if self.cause is not None else "the gradient is not the reference's, and I do not know why"
+        )
+        amount = f"{self.comparison} (measured against the reference; the cause explains it to {self.residual:.0e})"
+        if self.cause is None:
+            amount = (
+                f"{self.comparison} (measured against the reference; the best hypothesis is {self.residual:.0e} off)"
+            )
+        change = Change("loss.backward()", "wb.backward(model, loss_fn, batch, micro_batch_size=...)")
+        return Finding(rule, what, amount, 10.0 + self.comparison.error, None, change)
+
+
+class Replayed:
+    """A loss function that starts each piece from the random state that the loop had there."""
+
+    def __init__(self, loss_fn: Callable[[Any, Any], Any], draws: Sequence[Tensor]) -> None:
+        self.loss_fn = loss_fn
+        self.draws = draws
+        self.calls = 0
+
+    def __call__(self, model: Any, piece: Any) -> Any:
+        """Call the loss function under the draws of this piece."""
+        torch.random.set_rng_state(self.draws[self.calls % len(self.draws)])
+        self.calls += 1
+        return self.loss_fn(model, piece)
+
+
+def measure(exhibit: Exhibit, loss_fn: Callable[[Any, Any], Any], world: int = 1, bound: float = 0.0) -> Measurement:
+    """Compare the window's gradient with that of the user's own loss function, and find the cause.
+
+    Args:
+        exhibit: the window.
+        loss_fn: follows the return contract of :mod:`wholebatch.loss`; may return a plain mean where the window's
+            micro-batches can be joined into one batch.
+        world: over how many ranks the loop averages.
+        bound: the norm that the loop clips to, 0 for none.
+
+    Raises:
+        ValueError: when the window holds nothing to measure.
+    """
+    pieces = exhibit.pieces()
+    if exhibit.model is None or not pieces or not exhibit.gradient:
+        seen = f"{len(pieces)} micro-batches and {len(exhibit.gradient)} gradients were seen"
+        raise ValueError(f"There is nothing to measure: {seen}. The reference needs one whole window.")
+    state = torch.random.get_rng_state()
+    truth = reference_of(exhibit, exhibit.model, loss_fn, pieces)
+    names = [name for name in truth.gradients if name in exhibit.gradient]
+    whole = {name: truth.gradients[name] for name in names}
+    measured, right = joined(exhibit.gradient, whole)
+    size = compare(measured, right)
+    rounding = ROUNDING.get(next(iter(exhibit.gradient.values())).dtype, 1e-4)
+    tolerance = rounding * math.sqrt(max(len(pieces), 4)) / 2
+    cause: Hypothesis | None = None
+    residual = size.error
+    if size.error > tolerance:
+        ideas = Ideas(right, read_pieces(exhibit, exhibit.model, loss_fn, pieces), names, rows_in(pieces), world, bound)
+        cause, residual = ideas.best(measured, tolerance)
+        cause = cause or partly(measured, right, exhibit, names, tolerance)
+    torch.random.set_rng_state(state)
+    notes = (DRAWN,) if exhibit.random else ()
+    return Measurement(size, tolerance, cause, residual, len(pieces), errors_of(exhibit.gradient, whole), notes)
+
+
+def reference_of(
+    exhibit: Exhibit, model: nn.Module, loss_fn: Callable[[Any, Any], Any], pieces: list[Any]
+) -> Reference:
+    """Return the whole window's gradient: in one piece, or in the loop's pieces and draws where it draws."""
+    if exhibit.random:
+        return plain_gradient(model, Replayed(loss_fn, exhibit.draws), pieces)
+    return whole_gradient(model, loss_fn, Window(pieces))
+
+
+def read_pieces(
+    exhibit: Exhibit, model: nn.Module, loss_fn: Callable[[Any, Any], Any], pieces: list[Any]
+) -> list[Reference]:
+    """Return the gradient of each piece's own loss."""
+    return [
+        plain_gradient(model, Replayed(loss_fn, [draws]) if exhibit.random else loss_fn, [piece])
+        for piece, draws in zip(pieces, exhibit.draws, strict=False)
+    ]
+
+
+class Ideas:
+    """What the window's gradient would be under each fault, from the gradients of its pieces."""
+
+    def __init__(
+        self, whole: Tensor, read: Sequence[Reference], names: Sequence[str], rows: int, world: int, bound: float
+    ) -> None:
+        self.whole = whole
+        self.rows = rows
+        self.world = world
+        self.bound = bound
+        self.count = len(read)
+        self.means = [torch.cat([answer.gradients[name].reshape(-1).double() for name in names]) for answer in read]
+        self.items = [answer.items[0] if answer.items else 0.0 for answer in read]
+
+    def best(self, measured: Tensor, tolerance: float) -> tuple[Hypothesis | None, float]:
+        """Return the hypothesis nearest to what was measured, None unless it explains it, and how far off it is."""
+        off, nearest = min(((compare(measured, idea.gradient).error, idea) for idea in self.all()), key=itemgetter(0))
+        return (nearest if off <= tolerance else None), off
+
+    def all(self) -> Iterator[Hypothesis]:
+        """Yield every hypothesis."""
+        yield from self.sums()
+        yield from self.counts()
+        yield from self.losses()
+
+    def sums(self) -> Iterator[Hypothesis]:
+        """Yield the ways of adding up the means of the pieces."""
+        added = sum(self.means, torch.zeros_like(self.whole))
+        yield Hypothesis("loss-not-divided", f"the means of {self.count} pieces are added up", added)
+        yield Hypothesis("mean-of-means", f"the means of {self.count} pieces are averaged", added / self.count)
+        yield Hypothesis(
+            "ranks-counted-twice", "the means of the pieces are multiplied by the ranks", added * self.world
+        )
+        for meant in range(2, MOST_PIECES_MEANT + 1):
+            if meant != self.count:
+                what = f"the window holds {self.count} pieces and is divided by {meant}"
+                rule = "last-window-short" if meant > self.count else "loss-not-divided"
+                yield Hypothesis(rule, what, added / meant)
+        if self.bound:
+            yield Hypothesis("clip-per-piece", "each piece is clipped", self.clipped())
+
+    def clipped(self) -> Tensor:
+        """Return the sum of pieces that is clipped after each but the last."""
+        total = torch.zeros_like(self.whole)
+        for place, mean in enumerate(self.means, 1):
+            total = total + mean / self.count
+            if place < self.count:
+                total = total * min(1.0, self.bound / max(float(total.norm()), 1e-30))
+        return total
+
+    def counts(self) -> Iterator[Hypothesis]:
+        """Yield the ways of counting what the sum is divided by."""
+        items = sum(self.items)
+        shares = zip(self.means, self.items, strict=True)
+        total = sum((mean * own for mean, own in shares), torch.zeros_like(self.whole))
+        yield Hypothesis(
+            "rows-meet", "each piece is right by itself, but rows of different pieces meet", total / max(items, 1)
+        )
+        yield Hypothesis("sum-not-divided", f"the sum over {items:g} items is divided by nothing", total)
+        what = f"the loss is divided by {items + self.rows:g}: labels counted before the shift"
+        yield Hypothesis("labels-counted-before-shift", what, total / (items + self.rows))
+        if self.world > 1:
+            yield Hypothesis("ranks-counted-twice", "averaged over the ranks twice", self.whole / self.world)
+            yield Hypothesis("ranks-counted-twice", "multiplied by the ranks", self.whole * self.world)
+
+    def losses(self) -> Iterator[Hypothesis]:
+        """Yield the ways of losing pieces."""
+        for place, mean in ((1, self.means[0]), (self.count, self.means[-1])):
+            what = f"only piece {place} of {self.count} is in the gradient"
+            yield Hypothesis("zero-grad-per-piece", f"{what}, undivided", mean)
+            yield Hypothesis("zero-grad-per-piece", what, mean / self.count)
+
+
+def partly(measured: Tensor, whole: Tensor, exhibit: Exhibit, names: list[str], tolerance: float) -> Hypothesis | None:
+    """Explain a gradient that is right for most parameters and a whole number of times too large for the others."""
+    count = len(exhibit.draws)
+    explained, repeated, start = whole.clone(), [], 0
+    for name in names:
+        numel = exhibit.gradient[name].numel()
+        part = slice(start, start + numel)
+        start += numel
+        if compare(measured[part], whole[part] * count).error <= tolerance and float(whole[part].norm()) > 0:
+            explained[part] *= count
+            repeated.append(name)
+    if not repeated or compare(measured, explained).error > tolerance:
+        return None
+    what = f"{', '.join(repeated[:3])} get the gradient of each of {count} pieces, everything else is right"
+    return Hypothesis("loss-parameters-counted-again", what, explained)
+
+
+def rows_in(pieces: Sequence[Any]) -> int:
+    """Return the rows of all pieces."""
+    return sum(rows_or_one(piece) for piece in pieces)
