@@ -11,8 +11,9 @@ import copy
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -31,11 +32,10 @@ class Situation:
     name: str
     model: Callable[[], nn.Module]
     pieces: Callable[[], list[Batch]]
-    ours: Callable[[nn.Module, Batch], wb.Mean | Tensor | dict[str, wb.Mean] | None]
+    ours: Callable[[nn.Module, wb.Window[Batch]], object]
     mean: Callable[[nn.Module, Batch], Tensor]
     k: int | None = None
     """The number of pieces that the usual loop divides by, where that is not the number there is."""
-    batch_norm: Literal["exact"] | None = None
 
 
 class Tagger(nn.Module):
@@ -83,7 +83,7 @@ def joined(pieces: list[Batch]) -> Batch:
     return {name: torch.cat([piece[name] for piece in pieces]) for name in pieces[0]}
 
 
-def tags_ours(model: nn.Module, batch: Batch) -> wb.Mean:
+def tags(model: nn.Module, batch: Batch) -> wb.Mean:
     return wb.losses.token_classification(model(batch["words"]), batch["tags"])
 
 
@@ -91,7 +91,7 @@ def tags_mean(model: nn.Module, batch: Batch) -> Tensor:
     return F.cross_entropy(model(batch["words"]).transpose(1, 2), batch["tags"])
 
 
-def rows_ours(model: nn.Module, batch: Batch) -> Tensor:
+def each(model: nn.Module, batch: Batch) -> Tensor:
     return F.cross_entropy(model(batch["x"]), batch["label"], reduction="none")
 
 
@@ -102,7 +102,7 @@ def rows_mean(model: nn.Module, batch: Batch) -> Tensor:
 CLASS_WEIGHTS = torch.tensor([1.0, 4.0, 10.0, 25.0])
 
 
-def weighted_ours(model: nn.Module, batch: Batch) -> wb.Mean:
+def weighted(model: nn.Module, batch: Batch) -> wb.Mean:
     scores = model(batch["x"])
     return wb.losses.cross_entropy(scores, batch["label"], weight=CLASS_WEIGHTS.to(scores.dtype))
 
@@ -112,7 +112,7 @@ def weighted_mean(model: nn.Module, batch: Batch) -> Tensor:
     return F.cross_entropy(scores, batch["label"], weight=CLASS_WEIGHTS.to(scores.dtype))
 
 
-def boxes_ours(model: nn.Module, batch: Batch) -> dict[str, wb.Mean]:
+def boxes(model: nn.Module, batch: Batch) -> dict[str, wb.Mean]:
     scores = model(batch["x"])
     off = F.smooth_l1_loss(scores, batch["box"], reduction="none").sum(dim=1)
     named = F.cross_entropy(scores, batch["label"], reduction="none")
@@ -126,14 +126,40 @@ def boxes_mean(model: nn.Module, batch: Batch) -> Tensor:
     return F.cross_entropy(scores, batch["label"]) + 2.0 * box
 
 
+def two_views(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+    return model(batch["x"]), model(batch["x"].flip(1))
+
+
+def agreement(views: Tensor, others: Tensor) -> Tensor:
+    """Every row has to find its own second view among those of all rows."""
+    return F.cross_entropy(5 * F.normalize(views) @ F.normalize(others).T, torch.arange(len(views)))
+
+
+def pairs_mean(model: nn.Module, batch: Batch) -> Tensor:
+    return agreement(*two_views(model, batch))
+
+
+def coupled(model: nn.Module, window: wb.Window[Batch]) -> object:
+    return wb.coupled_backward(model, two_views, agreement, window)
+
+
+def backward(
+    loss_fn: Callable[[nn.Module, Batch], Any], **options: Any
+) -> Callable[[nn.Module, wb.Window[Batch]], object]:
+    return lambda model, window: wb.backward(model, loss_fn, window, **options)
+
+
 SITUATIONS = (
-    Situation("tokens, sentences of uneven length", Tagger, sentences, tags_ours, tags_mean),
-    Situation("2 of 8 pieces with nothing to learn from", Tagger, lambda: sentences(emptied=2), tags_ours, tags_mean),
-    Situation("short last window: 3 pieces of 8", classifier, lambda: points(48, 16), rows_ours, rows_mean, k=8),
-    Situation("short last piece: 50 rows by 16", classifier, lambda: points(50, 16), rows_ours, rows_mean),
-    Situation("class weights 1 : 4 : 10 : 25", classifier, lambda: points(64, 8), weighted_ours, weighted_mean),
-    Situation("boxes in a third of the rows", classifier, lambda: points(64, 8), boxes_ours, boxes_mean),
-    Situation("BatchNorm", convolutions, lambda: points(64, 8), rows_ours, rows_mean, batch_norm="exact"),
+    Situation("tokens, sentences of uneven length", Tagger, sentences, backward(tags), tags_mean),
+    Situation(
+        "2 of 8 pieces with nothing to learn from", Tagger, partial(sentences, emptied=2), backward(tags), tags_mean
+    ),
+    Situation("short last window: 3 pieces of 8", classifier, partial(points, 48, 16), backward(each), rows_mean, k=8),
+    Situation("short last piece: 50 rows by 16", classifier, partial(points, 50, 16), backward(each), rows_mean),
+    Situation("class weights 1 : 4 : 10 : 25", classifier, partial(points, 64, 8), backward(weighted), weighted_mean),
+    Situation("boxes in a third of the rows", classifier, partial(points, 64, 8), backward(boxes), boxes_mean),
+    Situation("BatchNorm", convolutions, partial(points, 64, 8), backward(each, batch_norm="exact"), rows_mean),
+    Situation("in-batch negatives", classifier, partial(points, 64, 8), coupled, pairs_mean),
 )
 
 
@@ -153,7 +179,7 @@ def errors(situation: Situation, seed: int) -> tuple[float, float]:
     situation.mean(whole, doubled(joined(pieces))).backward()
     for piece in pieces:
         (situation.mean(model, piece) / (situation.k or len(pieces))).backward()
-    wb.backward(ours, situation.ours, wb.Window(pieces), batch_norm=situation.batch_norm)
+    situation.ours(ours, wb.Window(pieces))
     true = gradient(whole)
     usual_error, our_error = (float((gradient(m) - true).norm() / true.norm()) for m in (model, ours))
     return usual_error, our_error
