@@ -4,8 +4,9 @@
 takes the place of ``loss.backward()``; everything else here is a companion of that sentence.
 """
 
-from wholebatch import losses, norms
+from wholebatch import doctor, losses, norms
 from wholebatch.arrangement import Arrangement
+from wholebatch.checking import Check, check
 from wholebatch.checkpointing import checkpointed
 from wholebatch.coupled import coupled_backward
 from wholebatch.detector import Coupling, find_coupling
@@ -31,6 +32,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Arrangement",
     "Auto",
+    "Check",
     "Coupling",
     "InexactError",
     "LossError",
@@ -47,8 +49,10 @@ __all__ = [
     "WholeBatchError",
     "Window",
     "backward",
+    "check",
     "checkpointed",
     "coupled_backward",
+    "doctor",
     "find_coupling",
     "from_mean",
     "losses",

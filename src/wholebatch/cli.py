@@ -19,6 +19,7 @@ wholebatch: train on the batch you meant, on the memory you have.
   wholebatch train [CONFIG.yaml] [flags]   train; without flags, a language model on Python's own docstrings
   wholebatch train --resume RUN            go on with a run that was stopped or killed
   wholebatch train --help                  every flag
+  wholebatch doctor SCRIPT [-- ARGS]       watch a training loop of any kind and say what is wrong with its sums
   wholebatch env                           what to paste into a report of a problem
   wholebatch --version
 """
@@ -41,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         near = difflib.get_close_matches(command, COMMANDS, 1)
         hint = f" Did you mean '{near[0]}'?" if near else ""
         return _refused(f"there is no command '{command}'.{hint} See: wholebatch --help", status=2)
-    if rest and command != "train":
+    if rest and command not in ("train", "doctor"):
         return _refused(f"{command} takes no arguments, but got {' '.join(rest)}.", status=2)
     try:
         return COMMANDS[command](rest)
@@ -63,6 +64,13 @@ def train(arguments: list[str]) -> int:
     flags = arguments[1:] if named else arguments
     outcome = run(tyro.cli(Config, prog="wholebatch train [CONFIG.yaml]", args=flags, default=default))
     return 0 if outcome.signal is None else 128 + outcome.signal
+
+
+def doctor(arguments: list[str]) -> int:
+    """Watch a training script for a few steps: 0 when it is clean, 1 with findings, 2 when it could not look."""
+    from wholebatch.doctor.command import main as run
+
+    return run(arguments)
 
 
 def env(arguments: list[str]) -> int:
@@ -97,6 +105,7 @@ def usage(arguments: list[str]) -> int:
 
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "train": train,
+    "doctor": doctor,
     "env": env,
     "--version": version,
     "--help": usage,
