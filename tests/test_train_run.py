@@ -138,6 +138,17 @@ def test_every_row_is_trained_on_once_an_epoch_the_short_last_batch_included(tex
     assert rows[len(rows) // 2 - 1] == count % 12 > 0
 
 
+def test_rows_that_are_cut_or_do_not_fit_into_a_piece_are_counted(texts: Path) -> None:
+    _, shown = run(config(texts, steps=1, proof=False, context=50, max_tokens=40))
+    lengths = [min(50, len(line) + 2) for line in texts.read_text().splitlines()]
+    cut = sum(len(line) + 2 > 50 for line in texts.read_text().splitlines())
+    (said,) = shown.said("data")
+    assert f"; {cut} longer than 50 tokens are cut there; " in said
+    alone = int(said.split("; ")[2].split()[0])
+    assert 0 < alone <= sum(length > 40 for length in lengths)
+    assert said.endswith("longer than the 40 tokens of a piece run alone")
+
+
 def test_a_proof_can_be_left_out(texts: Path) -> None:
     outcome, _ = run(config(texts, steps=1, proof=False))
     assert outcome.summary is not None and outcome.summary["gradient_error"] is None
@@ -195,9 +206,9 @@ def killed_run(settings: Config, step: int, delay: float) -> None:
     process.wait()
 
 
-@pytest.mark.parametrize(("step", "delay"), [(1, 0.0), (20, 0.003), (41, 0.01)])
+@pytest.mark.parametrize(("step", "delay"), [(1, 0.0), (10, 0.003), (21, 0.01)])
 def test_a_killed_run_goes_on_to_the_very_same_weights(texts: Path, step: int, delay: float) -> None:
-    settings = config(texts, steps=60, save_every=2, proof=False)
+    settings = config(texts, steps=40, save_every=3, proof=False)
     whole, _ = run(replace(settings, out=texts.parent / "whole"))
     killed_run(replace(settings, out=texts.parent / "killed"), step, delay)
     assert not (texts.parent / "killed" / "summary.json").exists(), "the run ended before it was killed"
@@ -330,6 +341,14 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_keeps_the_checkpoint(
     with pytest.raises(RunError, match=r"Step 5 could not be taken\. .*nan.*A smaller lr may help"):
         run(config(texts))
     assert all(tensor.isfinite().all() for tensor in weights(texts.parent / "run").values())
+
+
+@pytest.mark.gpu
+def test_a_run_on_a_gpu_is_proven_and_goes_on(texts: Path) -> None:
+    part = train(config(texts, device="cuda"), Interrupting(4, signal.SIGINT))
+    again, _ = run(Config(resume=part.folder))
+    assert again.summary is not None and again.summary["steps"] == 7
+    assert again.summary["gradient_error"] < 1e-5 < again.summary["usual_loop_error"]
 
 
 def test_several_ranks_are_refused_for_now(texts: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,7 @@ PIECE_ROWS = 256
 class Classify(Task):
     """A small classifier of our own, convolutions for images and dense layers for vectors."""
 
-    measure_name, unit = "accuracy", "of the rows right"
+    measure_name, measure_unit, unit = "accuracy", "of the rows right", "rows"
 
     def __init__(self, config: Config) -> None:
         for word in ("model", "max_tokens"):

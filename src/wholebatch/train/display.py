@@ -10,11 +10,6 @@ SHORTEST_PAUSE = 2.0
 LINES = 20
 """A run shows about this many steps, however long it takes, and never two within the shortest pause."""
 
-HEADER = (
-    f"{'step':>11}{'loss':>9}{'lr':>10}{'grad norm':>11}{'pieces x rows':>15}{'padding':>9}{'tokens/s':>10}"
-    f"{'memory':>10}{'left':>9}"
-)
-
 
 class Display(Protocol):
     """Where a run says what it does."""
@@ -54,7 +49,7 @@ class Plain:
         now = time.monotonic()
         if self.started is None:
             self.started = now
-            self.write(HEADER)
+            self.write(header(record["unit"]))
         elif record["left"] and now - self.shown < max(SHORTEST_PAUSE, (now - self.started) / LINES):
             return
         self.shown = now
@@ -104,8 +99,20 @@ def choose() -> Display:
     return Terminal() if sys.stdout.isatty() else Plain()
 
 
+def header(unit: str) -> str:
+    """Return what stands above the steps.
+
+    Args:
+        unit: what is counted in a second: tokens or rows.
+    """
+    return (
+        f"{'step':>11}{'loss':>9}{'lr':>10}{'grad norm':>11}{'pieces x rows':>15}{'padding':>9}{unit + '/s':>10}"
+        f"{'memory':>10}{'left':>9}"
+    )
+
+
 def row(record: dict[str, Any]) -> str:
-    """Return one step as a line under the header."""
+    """Return one step as a line under its header."""
     if not record["stepped"]:
         return f"{_place(record):>11}  not stepped: {record['reason']}"
     return (

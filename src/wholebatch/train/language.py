@@ -46,9 +46,7 @@ class Bytes:
     def __init__(self, config: Config) -> None:
         self.context = config.context
         self.model: nn.Module = Decoder(END + 1, config.width, config.layers, config.heads)
-        self.name = (
-            f"byte-level decoder, {config.layers} blocks of {config.width}, {parameters_of(self.model):,} parameters"
-        )
+        self.name = f"byte-level decoder, {config.layers} x {config.width}, {parameters_of(self.model):,} parameters"
 
     def encode(self, text: str) -> list[int]:
         """Return the bytes of a row between two end tokens."""

@@ -125,7 +125,9 @@ class Run:
             self.folder.append(record)
             left = self.learner.steps - self.learner.taken
             pace = (time.monotonic() - started) / (self.learner.taken - first)
-            self.shown.step({**record, "steps": self.learner.steps, "left": left * pace})
+            self.shown.step(
+                {**record, "steps": self.learner.steps, "left": left * pace, "unit": self.learner.task.unit}
+            )
             if left == 0 or self.learner.taken % self.config.save_every == 0:
                 self.save()
 
@@ -181,7 +183,7 @@ class Run:
 
     def _tell_measure(self, when: str, measured: dict[str, float]) -> None:
         task = self.learner.task
-        self.shown.note("held out", f"{measured[task.measure_name]:.3f} {task.unit} {when} training")
+        self.shown.note("held out", f"{measured[task.measure_name]:.3f} {task.measure_unit} {when} training")
 
 
 def _begin(config: Config, shown: Display) -> Run:

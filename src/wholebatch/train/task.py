@@ -30,7 +30,8 @@ class Task(ABC):
         origin: in words, where the rows come from.
         network: in words, what the model is.
         measure_name: which number of `measure` says how well the model does.
-        unit: what that number is counted in.
+        measure_unit: what that number is counted in.
+        unit: what `count` counts: tokens or rows.
     """
 
     train: Sequence[Any]
@@ -41,6 +42,7 @@ class Task(ABC):
     origin: str
     network: str
     measure_name: str
+    measure_unit: str
     unit: str
 
     @abstractmethod
@@ -53,7 +55,7 @@ class Task(ABC):
 
     @abstractmethod
     def count(self, micro_batch: Batch) -> tuple[int, int]:
-        """Return how many tokens of a micro-batch are real, and how many there are with padding."""
+        """Return how many units of a micro-batch are real, and how many there are with padding."""
 
     @abstractmethod
     def measure(self, model: nn.Module) -> dict[str, float]:

@@ -37,7 +37,7 @@ class Row(NamedTuple):
 class Text(Task):
     """A language model, byte by byte with our own decoder or token by token with a Hugging Face folder."""
 
-    measure_name, unit = "bits_per_byte", "bits per byte"
+    measure_name, measure_unit, unit = "bits_per_byte", "bits per byte", "tokens"
 
     def __init__(self, config: Config) -> None:
         texts = docstrings() if config.data is None else read_texts(config.data, config.column, config.rows)
@@ -51,7 +51,7 @@ class Text(Task):
         self.train = [self._row(text) for text in train]
         self.held = [self._row(text) for text in held[:MEASURED_ROWS]]
         where = config.data or f"the docstrings of Python {platform.python_version()}"
-        self.origin = f"{where}: {len(train):,} rows to train on, {len(held):,} held out{self._cut()}"
+        self.origin = f"{where}: {len(train):,} rows to train on, {len(held):,} held out{self._exceptions()}"
 
     def collate(self, samples: list[Row]) -> Batch:
         """Pad rows on the right to the longest of them."""
@@ -96,10 +96,13 @@ class Text(Task):
         """Write what `from_pretrained` needs beside the weights."""
         self.language.export(folder)
 
-    def _cut(self) -> str:
-        if not self.too_long:
-            return ""
-        return f"; {self.too_long:,} longer than {self.language.context} tokens are cut there"
+    def _exceptions(self) -> str:
+        """Say how many rows are cut, and how many are more than a micro-batch should hold."""
+        context = self.language.context
+        limit = context if isinstance(self.size, int) else self.size.budget
+        alone = sum(len(row.tokens) > limit for row in self.train)
+        cut = f"; {self.too_long:,} longer than {context} tokens are cut there" if self.too_long else ""
+        return f"{cut}; {alone:,} longer than the {limit} tokens of a piece run alone" if alone else cut
 
     def _row(self, text: str) -> Row:
         tokens, size = self.language.encode(text), len(text.encode())
