@@ -20,7 +20,6 @@ from tests.oracle import assert_differs, assert_same_gradient, gradients_of, rel
 waits_for_coupled = pytest.mark.xfail(
     not hasattr(wb, "coupled_backward"), strict=True, reason="waits for losses over all rows: wb.coupled_backward"
 )
-waits_for_batch_norm = pytest.mark.xfail(strict=True, reason="waits for exact BatchNorm")
 
 # BatchNorm
 
@@ -77,7 +76,6 @@ def test_the_plain_loop_is_what_micro_means_and_what_the_refusal_is_for() -> Non
     assert (int(model[1].num_batches_tracked), int(reference.model[1].num_batches_tracked)) == (4, 1)
 
 
-@waits_for_batch_norm
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
 def test_exact_batch_norm_is_that_of_the_whole_batch(size: int) -> None:
     model, rows = normalised()
@@ -89,7 +87,6 @@ def test_exact_batch_norm_is_that_of_the_whole_batch(size: int) -> None:
     assert result.loss.item() == pytest.approx(reference.loss.item(), rel=1e-12)
 
 
-@waits_for_batch_norm
 def test_exact_batch_norm_in_depth() -> None:
     """Convolutions, a residual sum, one layer used twice, and a second and third normalisation behind the first."""
     torch.manual_seed(601)
@@ -121,7 +118,6 @@ class Residual(nn.Module):
         return out
 
 
-@waits_for_batch_norm
 def test_pooled_batch_norm_keeps_the_plain_gradient_and_the_whole_batch_s_first_statistics() -> None:
     model, rows = normalised()
     reference = whole_batch(model, class_mean, rows)
