@@ -14,7 +14,8 @@ from typing_extensions import Unpack
 
 from wholebatch.batch import Nest, move
 from wholebatch.comparison import Comparison, compare, errors_of, joined
-from wholebatch.errors import InexactError, SyncError
+from wholebatch.detector import find_coupling
+from wholebatch.errors import InexactError, LossError, SplitError, SyncError
 from wholebatch.finding import Change, Finding
 from wholebatch.gradient import LossFunction, backward
 from wholebatch.options import Options
@@ -155,6 +156,8 @@ class _Measurement:
         tolerance = max(ROUNDING.get(self.dtype, 2e-6) * math.sqrt(max(count, 4)) / 2, 2 * own_error)
         if not comparison.error <= tolerance:
             self.explain(loss_fn, ours, truth, comparison, tolerance)
+        elif drawn and count > 1:
+            self.look_for_coupling()
         self.state.restore()
         by_parameter = errors_of(ours, truth.gradients)
         return Check(
@@ -226,6 +229,12 @@ class _Measurement:
             self.model, self.loss_fn, self.batch, dtype=self.dtype, whole=self.whole, collate=self.collate
         )
 
+    def look_for_coupling(self) -> None:
+        """Ask by experiment whether rows meet, where both sides had to run in the same pieces for their draws."""
+        found = where_rows_meet(self.model, self.loss_fn, self.batch, self.options.get("batch_norm") == "exact")
+        if found is not None:
+            self.findings.append(meeting(found, "found by exchanging rows; its size is hidden by the draws", 0.1))
+
     def explain(
         self, loss_fn: LossFunction, ours: Gradients, truth: Reference, size: Comparison, tolerance: float
     ) -> None:
@@ -237,7 +246,7 @@ class _Measurement:
         elif counts_differ(truth, in_pieces):
             self.findings.append(miscounted(truth, in_pieces, size))
         else:
-            self.findings.append(coupled(self.model, self.pieces, size))
+            self.findings.append(coupled(self.model, self.loss_fn, self.batch, self.pieces, size))
 
 
 class _Replayed:
@@ -307,25 +316,48 @@ def miscounted(truth: Reference, in_pieces: Reference, size: Comparison) -> Find
     )
 
 
-def coupled(model: nn.Module, pieces: Sequence[Any], size: Comparison) -> Finding:
-    """Every piece is right by itself, the batch is not their sum: rows meet."""
+def coupled(model: nn.Module, loss_fn: LossFunction, batch: Any, pieces: Sequence[Any], size: Comparison) -> Finding:
+    """Every piece is right by itself, the batch is not their sum: rows meet. Say where, by experiment."""
     layers = [name for name, module in model.named_modules() if uses_batch_statistics(module)]
     rows = [rows_or_one(piece) for piece in pieces]
     if layers:
         what = f"{len(layers)} BatchNorm layers (first: '{layers[0]}') normalise pieces of {rows[0]} rows by themselves"
-        into = 'batch_norm="exact"'
-    else:
-        what = f"rows meet in the model or in the loss: pieces of {rows[:NAMED]} rows see only themselves"
-        into = "wb.coupled_backward(model, encode, loss_fn, batch, micro_batch_size=...)"
+        return meeting(what, str(size), size.error, 'batch_norm="exact"')
+    where = where_rows_meet(model, loss_fn, batch) or "Where they meet could not be tried on this batch."
+    return meeting(f"pieces of {rows[:NAMED]} rows see only themselves. {where}", str(size), size.error)
+
+
+def meeting(
+    what: str,
+    amount: str,
+    error: float,
+    into: str = "wb.coupled_backward(model, encode, loss_fn, batch, micro_batch_size=...)",
+) -> Finding:
+    """Rows of different pieces should meet and don't."""
     return Finding(
         "rows-meet",
         what,
-        str(size),
-        max(size.error, 0.02),
+        amount,
+        max(error, 0.02),
         None,
         Change("wb.backward(model, loss_fn, batch, micro_batch_size=...)", into),
         "The pieces, read plainly, give the same gradient as backward: what differs is what they are pieces of.",
     )
+
+
+def where_rows_meet(
+    model: nn.Module, loss_fn: LossFunction, batch: Any, batch_norm_is_exact: bool = False
+) -> str | None:
+    """Return what the detector says of a copy of the model, None if nothing meets or nothing could be tried."""
+    twin = copy.deepcopy(model)
+    for module in twin.modules():
+        if batch_norm_is_exact and uses_batch_statistics(module):
+            module.eval()
+    try:
+        found = find_coupling(twin, loss_fn, batch)
+    except (SplitError, LossError, TypeError):  # a batch that the detector can't cut in halves
+        return None
+    return str(found) if found else None
 
 
 def uses_batch_statistics(module: nn.Module) -> bool:

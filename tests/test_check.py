@@ -1,0 +1,175 @@
+"""`wb.check`: silent where `backward` is exact, and a cause where it is not."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import wholebatch as wb
+
+BATCH = 18
+
+
+def labelled(rows: int = BATCH) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(rows, 5), torch.randint(0, 3, (rows,))
+
+
+def cross_entropy(model: nn.Module, batch: Any) -> torch.Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
+
+
+def in_batch(model: nn.Module, batch: Any) -> torch.Tensor:
+    rows = F.normalize(model(batch[0]), dim=-1)
+    return F.cross_entropy(rows @ rows.T / 0.1, torch.arange(len(rows)), reduction="none")
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("size", [1, 4, BATCH, None], ids=str)
+def test_an_exact_gradient_is_called_exact(dtype: torch.dtype, size: int | None) -> None:
+    inputs, targets = labelled()
+    model = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3)).to(dtype)
+    report = wb.check(model, cross_entropy, (inputs.to(dtype), targets), size)
+    assert report.ok, str(report)
+    assert report.findings == ()
+    assert report.micro_batches == (1 if size is None else -(-BATCH // size))
+    if dtype == torch.float64:
+        assert report.error < 1e-14
+        assert report.tolerance < 1e-11
+
+
+def test_rows_that_meet_in_the_loss_are_found() -> None:
+    report = wb.check(nn.Linear(5, 3), in_batch, labelled(), 4)
+    assert not report.ok
+    assert [finding.rule for finding in report.findings] == ["rows-meet"]
+    assert report.error > 0.1
+    assert "coupled_backward" in report.findings[0].change.into
+    assert wb.check(nn.Linear(5, 3), in_batch, labelled(), BATCH).ok
+
+
+def test_rows_that_meet_in_a_module_are_found_and_the_module_is_named() -> None:
+    class Centred(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x - x.mean(0, keepdim=True)
+
+    model = nn.Sequential(nn.Linear(5, 8), Centred(), nn.Linear(8, 3))
+    report = wb.check(model, cross_entropy, labelled(), 6)
+    assert report.findings[0].rule == "rows-meet"
+    assert "'1'" in report.findings[0].what
+
+
+def test_batch_norm_in_pieces_is_found_and_exact_batch_norm_is_not() -> None:
+    model = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+    micro = wb.check(model, cross_entropy, labelled(), 6, batch_norm="micro")
+    assert micro.findings[0].rule == "rows-meet"
+    assert "BatchNorm" in micro.findings[0].what
+    assert wb.check(model, cross_entropy, labelled(), 6, batch_norm="exact").ok
+
+
+def test_counts_that_do_not_add_up_are_found() -> None:
+    def miscounted(model: nn.Module, batch: Any) -> Any:
+        return wb.from_mean(cross_entropy(model, batch).mean(), items=len(batch[1]) + 1)
+
+    report = wb.check(nn.Linear(5, 3), miscounted, labelled(), 4)
+    assert [finding.rule for finding in report.findings] == ["items-do-not-add-up"]
+    right = wb.check(
+        nn.Linear(5, 3), lambda m, b: wb.from_mean(cross_entropy(m, b).mean(), items=len(b[1])), labelled(), 4
+    )
+    assert right.ok
+
+
+def test_a_forgotten_dropout_is_named_and_compared_under_the_same_draws() -> None:
+    model = nn.Sequential(nn.Linear(5, 32), nn.Dropout(0.5), nn.Linear(32, 3))
+    report = wb.check(model, cross_entropy, labelled(), 4)
+    assert report.ok, str(report)
+    assert "draws random numbers" in report.notes[0]
+    assert report.reference_pieces == 5
+
+
+def test_dropout_does_not_hide_an_inexact_gradient() -> None:
+    model = nn.Sequential(nn.Linear(5, 32), nn.Dropout(0.5), nn.Linear(32, 3))
+
+    def wrong(model: nn.Module, batch: Any) -> Any:
+        values = cross_entropy(model, batch)
+        return wb.mean(values * (2.0 if torch.is_grad_enabled() and len(values) < 4 else 1.0))
+
+    right = wb.check(model, cross_entropy, labelled(), 4)
+    assert right.ok
+    assert wb.check(model, wrong, labelled(), 4).ok  # the same loss for the same piece is the same loss
+    assert not wb.check(nn.Linear(5, 3), wrong, labelled(), 4).ok  # but not that of the whole batch
+
+
+def test_rows_that_meet_are_found_beside_a_dropout() -> None:
+    class Centred(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x - x.mean(0, keepdim=True)
+
+    apart = nn.Sequential(nn.Linear(5, 8), nn.Dropout(0.5), nn.Linear(8, 3))
+    together = nn.Sequential(nn.Linear(5, 8), Centred(), nn.Dropout(0.5), nn.Linear(8, 3))
+    assert wb.check(apart, cross_entropy, labelled(), 6).ok
+    report = wb.check(together, cross_entropy, labelled(), 6)
+    assert [finding.rule for finding in report.findings] == ["rows-meet"]
+    assert "'1'" in report.findings[0].what
+
+
+def test_a_model_that_changes_with_every_call_is_found() -> None:
+    class Drifting(nn.Linear):
+        calls = 0.0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            Drifting.calls += 1
+            return super().forward(x) * Drifting.calls
+
+    with pytest.raises(wb.InexactError, match="same draws"):
+        wb.check(Drifting(5, 3), cross_entropy, labelled(), 4, strict=True)
+
+
+def test_strict_raises_with_the_finding_and_is_silent_otherwise() -> None:
+    wb.check(nn.Linear(5, 3), cross_entropy, labelled(), 4, strict=True)
+    with pytest.raises(wb.InexactError, match="rows-meet"):
+        wb.check(nn.Linear(5, 3), in_batch, labelled(), 4, strict=True)
+
+
+def test_each_parameter_has_its_share_of_the_error() -> None:
+    temperature = nn.Parameter(torch.tensor(0.5))
+    report = wb.check(nn.Linear(5, 3), lambda m, b: in_batch(m, b) * temperature, labelled(), 6)
+    assert set(report.by_parameter) == {"weight", "bias", "loss_fn[0]"}
+    assert sum(error**2 for error in report.by_parameter.values()) ** 0.5 == pytest.approx(report.error, rel=1e-6)
+    assert list(report.by_parameter.values()) == sorted(report.by_parameter.values(), reverse=True)
+
+
+def test_checking_leaves_no_trace() -> None:
+    model = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Dropout(0.2), nn.Linear(8, 3))
+    model[0].weight.grad = torch.full((8, 5), 3.0)
+    batch = labelled()
+    before, draws = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+    wb.check(model, cross_entropy, batch, 6, batch_norm="micro")
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert torch.equal(model[0].weight.grad, torch.full((8, 5), 3.0))
+    assert model[3].weight.grad is None
+    assert torch.equal(draws, torch.get_rng_state())
+
+
+def test_tokens_windows_and_samples_are_checked_like_batches() -> None:
+    labels = torch.randint(0, 7, (12, 8))
+    labels[torch.arange(8) > torch.randint(2, 8, (12, 1))] = -100
+    model = nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 7))
+
+    def loss_fn(model: nn.Module, labels: torch.Tensor) -> Any:
+        return wb.losses.causal_lm(model(labels.clamp(min=0)), labels)
+
+    assert wb.check(model, loss_fn, wb.Window([labels[:5], labels[5:]])).ok
+    samples = [row[row != -100] for row in labels]
+    pad = nn.utils.rnn.pad_sequence
+    report = wb.check(model, loss_fn, samples, 5, collate=lambda rows: pad(rows, batch_first=True, padding_value=-100))
+    assert report.ok, str(report)
+
+
+def test_the_text_says_error_tolerance_and_verdict() -> None:
+    text = str(wb.check(nn.Linear(5, 3), cross_entropy, labelled(), 4))
+    assert text.startswith("gradient error ")
+    assert text.endswith("exact")
