@@ -210,7 +210,7 @@ class _Run:
         self.extent = sum(piece.size for piece in pieces)
         distributed = ranks.world > 1
         self.travel = ranks.travel
-        self.whole = window_for(model, loss_fn, pieces, options, ranks)
+        self.whole = window_for(model, loss_fn, pieces, options, ranks, auto is not None)
         if self.whole is not None:
             self.travel = Travel.APART
         elif distributed and (auto is not None or options.get("accumulate_in") is not None):
@@ -266,7 +266,7 @@ class _Run:
         self.ranks.settle()
         if self.travel is Travel.LAST:
             self._propagate(waiting, denominators, last=True)
-        else:
+        elif self.travel is Travel.APART or self.ranks.lockstep:
             self.ranks.reduce(self.gradients)
         if self.whole is not None:
             self.whole.commit()
@@ -363,12 +363,12 @@ class _Run:
             raise
 
     def _without_reducer(self, auto: Auto | None) -> Travel:
-        if self.travel is Travel.EVERY and auto is not None:
+        if auto is not None and (self.ranks.lockstep or self.options.get("sync") == "every"):
             raise SyncError(
                 'micro_batch_size=Auto(...) splits a piece on the rank where it failed, and sync="every" keeps all '
                 'ranks in step. Pass sync="last", or a fixed size.'
             )
-        return self.travel if self.travel is Travel.EVERY else Travel.APART
+        return Travel.EVERY if self.ranks.lockstep else Travel.APART
 
     def _stated(self, items: Callable[[Any], Any]) -> Denominators:
         """Know the denominators from ``items=`` alone."""

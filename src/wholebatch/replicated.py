@@ -63,10 +63,9 @@ class DataParallelRanks(Peers):
                 f"SyncBatchNorm joins the micro-batches of all ranks, but they bring {list(counts)} of them. Give "
                 "every rank the same number of micro-batches."
             )
-        return iter([*pieces, *[None] * (max(counts) - len(pieces))])
+        return self._in_step([*pieces, *[None] * (max(counts) - len(pieces))])
 
     def arm(self, outputs: Sequence[Tensor]) -> None:
-        self._model.reducer._rebuild_buckets()
         self._model.reducer.prepare_for_forward()
         self._model.reducer.prepare_for_backward([] if self._model.static_graph else list(outputs))
         if self._learns_graph:
@@ -82,6 +81,11 @@ class DataParallelRanks(Peers):
     def reduce(self, gradients: Gradients) -> None:
         parameters = [p for p in self._model.parameters() if p.requires_grad]
         self.average(gradients.held(self.complete(gradients, parameters)))
+
+    def _in_step(self, pieces: Sequence[Piece | None]) -> Iterator[Piece | None]:
+        for piece in pieces:
+            self._model.reducer._rebuild_buckets()  # a collective, once in a life: before a forward that some leave out
+            yield piece
 
     def _reduce_at_the_end(self, grad: Tensor) -> None:
         """Reduce when the backward is over, as DDP does while it learns which parameters its static graph uses."""

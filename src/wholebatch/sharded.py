@@ -175,7 +175,7 @@ class LockstepShards(ShardedRanks):
     """
 
     travel = Travel.EVERY
-    divides = 1
+    lockstep = True
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)

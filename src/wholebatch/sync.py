@@ -77,6 +77,8 @@ class Ranks:
     """What the reduction of gradients divides their sum by."""
     views = False
     travel = Travel.LAST
+    lockstep = False
+    """Whether forwards are collectives too, so that no rank can leave one out."""
     accumulate_in: torch.dtype | None = None
 
     def __enter__(self) -> Ranks:
