@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import wholebatch as wb
-from tests.oracle import assert_differs, assert_same_gradient, gradients_of
+from tests.oracle import assert_differs, assert_same_gradient, assert_same_parameters, gradients_of
 from wholebatch.memory import SavedBytes, is_out_of_memory
 
 BLOCKS = 3
@@ -25,11 +25,30 @@ class Memory:
     def __init__(self, rows: float = 1e9, place: int = 0, forward: bool = False) -> None:
         self.rows, self.place, self.forward = rows, place, forward
         self.failures = 0
+        self.done: list[int] = []
+        """Rows of the micro-batches that came through, or are on their way."""
 
     def check(self, place: int, rows: int, forward: bool) -> None:
-        if forward == self.forward and place == self.place and rows > self.rows:
+        if self.strikes(place, rows, forward):
             self.failures += 1
+            if not forward and self.done:
+                self.done.pop()
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate a block.")
+
+    def strikes(self, place: int, rows: int, forward: bool) -> bool:
+        return forward == self.forward and place == self.place and rows > self.rows
+
+
+class Moments(Memory):
+    """A memory that runs out at certain visits, whatever the size of the micro-batch."""
+
+    def __init__(self, *moments: int) -> None:
+        super().__init__()
+        self.moments, self.visits = moments, -1
+
+    def strikes(self, place: int, rows: int, forward: bool) -> bool:
+        self.visits += 1
+        return self.visits in self.moments
 
 
 class Probe(torch.autograd.Function):
@@ -117,21 +136,30 @@ def run(model: Net, batch: Any, size: Any, loss: Callable[..., Any] = squares, *
     return result, torch.rand(3)
 
 
-def assert_as_undisturbed(mode: str, memory: Memory, size: Any, loss: Callable[..., Any] = squares) -> None:
-    """Hold a disturbed run against one that had used its final pieces: all that it leaves behind is the same."""
-    pieces: list[int] = []
-
-    def noted(model: nn.Module, ids: Tensor) -> Any:
+def noted(memory: Memory, loss: Callable[..., Any] = squares) -> Callable[..., Any]:
+    def noting(model: nn.Module, ids: Tensor) -> Any:
         answer = loss(model, ids)
-        pieces.append(len(ids))
+        memory.done.append(len(ids))
         return answer
 
+    return noting
+
+
+def final_pieces(memory: Memory, result: Any, ids: Tensor = IDS) -> wb.Window:
+    """The micro-batches that a disturbed run ended with; what ran before them was counted or undone."""
+    final = memory.done[-result.micro_batches :]
+    assert sum(final) == len(ids)
+    return wb.Window(ids.split(final))
+
+
+def assert_as_undisturbed(
+    mode: str, memory: Memory, size: Any, loss: Callable[..., Any] = squares, ids: Tensor = IDS, **options: Any
+) -> None:
+    """Hold a disturbed run against one that had used its final pieces: all that it leaves behind is the same."""
     disturbed = build(mode, memory)
-    result, draws = run(disturbed, IDS, size, noted)
+    result, draws = run(disturbed, ids, size, noted(memory, loss), **options)
     calm = build(mode)
-    final = [n for n in pieces if n <= memory.rows][-result.micro_batches :]
-    assert sum(final) == len(IDS)
-    expected, expected_draws = run(calm, wb.Window(IDS.split(final)), None, loss)
+    expected, expected_draws = run(calm, final_pieces(memory, result, ids), None, loss, **options)
     assert memory.failures
     assert_same_gradient(disturbed, gradients_of(calm))
     assert torch.equal(draws, expected_draws)
@@ -160,6 +188,64 @@ def test_failures_within_failures_leave_no_trace(mode: str) -> None:
 @pytest.mark.parametrize("forward", [True, False], ids=["forward", "backward"])
 def test_several_denominators_survive_a_failure(forward: bool) -> None:
     assert_as_undisturbed("plain", Memory(rows=3, place=2, forward=forward), wb.Auto(8), two_terms)
+
+
+@pytest.mark.parametrize("mode", ["plain", "non-reentrant"])
+@pytest.mark.parametrize("first", range(4 * (BLOCKS + 1)))
+def test_two_failures_in_a_window_leave_no_trace(mode: str, first: int) -> None:
+    """Each visit of a place is a moment: 8 of them in each of two micro-batches, and those of the retries."""
+    for second in range(first + 1, first + 2 * (BLOCKS + 1) + 2):
+        memory = Moments(first, second)
+        assert_as_undisturbed(mode, memory, wb.Auto(8), ids=torch.cat([IDS, IDS[:3]]))
+        assert memory.failures == 2 or second > memory.visits
+
+
+def test_stated_counts_survive_a_failure() -> None:
+    def items(ids: Tensor) -> dict[str, Any]:
+        return {"all": 5 * len(ids), "even": 5 * (ids % 2 == 0).sum()}
+
+    assert_as_undisturbed("plain", Memory(rows=3, place=2), wb.Auto(8), two_terms, items=items)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
+@pytest.mark.parametrize("place", range(BLOCKS + 1))
+def test_sums_in_float32_survive_a_failure(dtype: torch.dtype, place: int) -> None:
+    """What both leave has been rounded once, so they may differ by the rounding of the micro-batches alone."""
+    memory = Memory(rows=4, place=place)
+    disturbed, calm = (build("plain", each).to(dtype) for each in (memory, Memory()))
+    result, _ = run(disturbed, IDS, wb.Auto(8), noted(memory), accumulate_in=torch.float32)
+    run(calm, final_pieces(memory, result), None, accumulate_in=torch.float32)
+    assert memory.failures
+    assert all(p.grad is not None and p.grad.dtype is dtype for p in disturbed.parameters())
+    assert_same_gradient(disturbed, gradients_of(calm))
+
+
+def test_a_scaled_gradient_survives_a_failure() -> None:
+    memory, scaler = Memory(rows=4, place=1), torch.amp.GradScaler("cpu", init_scale=1024.0)
+    disturbed, calm = build("plain", memory, grads=False), build(grads=False)
+    result, _ = run(disturbed, IDS, wb.Auto(8), noted(memory), scaler=scaler)
+    run(calm, final_pieces(memory, result), None)
+    assert memory.failures
+    for parameter in disturbed.parameters():
+        assert parameter.grad is not None
+        parameter.grad /= 1024
+    assert_same_gradient(disturbed, gradients_of(calm))
+
+
+def test_a_step_with_a_scaler_is_the_same_step_after_a_failure() -> None:
+    memory = Memory(rows=4, place=1)
+    disturbed, calm = build("plain", memory, grads=False), build(grads=False)
+    result = scaled_step(disturbed, wb.Auto(8), noted(memory))(IDS)
+    expected = scaled_step(calm, None, squares)(final_pieces(memory, result))
+    assert memory.failures
+    assert result.stepped and result.grad_norm == pytest.approx(expected.grad_norm, rel=1e-12)
+    assert_same_parameters(disturbed, calm)
+
+
+def scaled_step(model: Net, size: Any, loss: Callable[..., Any]) -> wb.Step:
+    torch.manual_seed(7)
+    scaler, sgd = torch.amp.GradScaler("cpu", init_scale=64.0), torch.optim.SGD(model.parameters(), lr=0.1)
+    return wb.Step(model, sgd, loss, micro_batch_size=size, scaler=scaler, max_grad_norm=0.1, batch_norm="micro")
 
 
 @settings(max_examples=25, deadline=None)
