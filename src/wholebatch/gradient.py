@@ -285,14 +285,14 @@ class _Run:
             ran = sum(self.recovery.run(piece, tally, whole_piece) for piece in self.pieces)
             self.recovery.rest()
             return None, ran
+        answered = self._met if self.ranks.meets or self.travel is Travel.EVERY else self._admitted
         for piece in self.ranks.rounds(self.pieces, self._returned):
             if self.travel is Travel.LAST:
                 self._propagate(waiting, denominators)
-                waiting = self._admitted(piece, tally, denominators)
-            elif self.travel is Travel.APART:
-                self._propagate(self._admitted(piece, tally, denominators), denominators)
+                waiting = answered(piece, tally, denominators)
             else:
-                self._propagate(self._met(piece, tally, denominators), denominators, last=True)
+                each = self.travel is Travel.EVERY
+                self._propagate(answered(piece, tally, denominators), denominators, last=each)
         return waiting, len(self.pieces)
 
     def _provisional(self) -> Provisional:
@@ -363,10 +363,10 @@ class _Run:
             raise
 
     def _without_reducer(self, auto: Auto | None) -> Travel:
-        if auto is not None and (self.ranks.lockstep or self.options.get("sync") == "every"):
+        if auto is not None and (self.ranks.lockstep or self.ranks.meets or self.options.get("sync") == "every"):
             raise SyncError(
-                'micro_batch_size=Auto(...) splits a piece on the rank where it failed, and sync="every" keeps all '
-                'ranks in step. Pass sync="last", or a fixed size.'
+                'micro_batch_size=Auto(...) splits a piece on the rank where it failed, but sync="every" and '
+                'SyncBatchNorm keep all ranks in step. Pass sync="last", or a fixed size.'
             )
         return Travel.EVERY if self.ranks.lockstep else Travel.APART
 

@@ -32,6 +32,7 @@ class DataParallelRanks(Peers):
         super().__init__([group], message_device(group, device_of(model.module)))
         self._model = model
         self.views = bool(model.gradient_as_bucket_view)
+        self.meets = any(isinstance(m, nn.SyncBatchNorm) and m.training for m in model.modules())
         self._learns_graph = model.static_graph and not model._static_graph_delay_allreduce_enqueued
         self.travel = Travel.EVERY if every or self._learns_graph else Travel.LAST
 
@@ -54,11 +55,10 @@ class DataParallelRanks(Peers):
         return cast("AbstractContextManager[Any]", self._model.no_sync())
 
     def rounds(self, pieces: Sequence[Piece], run: Callable[[Piece], Any]) -> Iterator[Piece | None]:
-        meets = any(isinstance(m, nn.SyncBatchNorm) and m.training for m in self._model.modules())
-        if self.travel is not Travel.EVERY and not meets:
+        if self.travel is not Travel.EVERY and not self.meets:
             return iter(pieces)
         counts = self.agree(Status.READY, Sums(), pieces=len(pieces)).pieces
-        if meets and min(counts) < max(counts):
+        if self.meets and min(counts) < max(counts):
             raise SyncError(
                 f"SyncBatchNorm joins the micro-batches of all ranks, but they bring {list(counts)} of them. Give "
                 "every rank the same number of micro-batches."

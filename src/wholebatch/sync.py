@@ -79,6 +79,8 @@ class Ranks:
     travel = Travel.LAST
     lockstep = False
     """Whether forwards are collectives too, so that no rank can leave one out."""
+    meets = False
+    """Whether gradients flow between ranks in the middle of a backward, so that all must divide by the same number."""
     accumulate_in: torch.dtype | None = None
 
     def __enter__(self) -> Ranks:
