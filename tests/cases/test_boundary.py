@@ -286,6 +286,19 @@ def test_backward_with_a_scaler_leaves_the_scaled_gradient_to_the_user_s_own_loo
     assert scaler.get_scale() == 1024.0
 
 
+def test_a_disabled_scaler_is_none() -> None:
+    model, window, _ = scaled_problem()
+    reference = whole_batch(model, class_mean, together(window))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    handed = recorded(model, optimizer)
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    wb.backward(model, class_losses, window, scaler=scaler)
+    assert_same_gradient(model, reference)
+    model.zero_grad()
+    assert wb.Step(model, optimizer, class_losses, scaler=scaler)(window).stepped
+    assert_same_gradient(handed, reference)
+
+
 def overflowing() -> tuple[nn.Module, list[wb.Window], torch.amp.GradScaler]:
     torch.manual_seed(23)
     model = nn.Linear(2, 1)
@@ -471,6 +484,17 @@ def test_the_average_of_the_weights_moves_once_a_step() -> None:
         fast.update_parameters(naive)
     with pytest.raises(AssertionError):
         assert_same_parameters(fast.module, wanted.module)
+
+
+def test_several_schedules_move_together_and_only_with_steps() -> None:
+    model, windows, _ = overflowing()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    schedules = [
+        torch.optim.lr_scheduler.LinearLR(optimizer, 0.5, total_iters=2),
+        torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.1),
+    ]
+    step = wb.Step(model, optimizer, squared_error, scheduler=schedules, on_nonfinite="skip")
+    assert [step(window).lrs for window in (*windows, windows[1])] == [pytest.approx([lr]) for lr in (0.5, 0.5, 0.075)]
 
 
 def test_adam_counts_windows() -> None:

@@ -17,10 +17,6 @@ import wholebatch as wb
 from tests.distributed import Ranks
 from tests.oracle import assert_differs, assert_same_gradient, gradients_of, relative_error, whole_batch
 
-waits_for_coupled = pytest.mark.xfail(
-    not hasattr(wb, "coupled_backward"), strict=True, reason="waits for losses over all rows: wb.coupled_backward"
-)
-
 # BatchNorm
 
 
@@ -209,7 +205,6 @@ def small_losses(model: nn.Module, rows: Any, loss: Callable[..., torch.Tensor],
         (loss(*encode(model, piece)) / len(window)).backward()
 
 
-@waits_for_coupled
 @pytest.mark.parametrize("size", [1, 2, 3, 8])
 def test_every_anchor_sees_the_negatives_of_the_whole_batch(size: int) -> None:
     """huggingface/sentence-transformers#1822: 512 steps of one pair teach nothing, a batch of 512 does."""
@@ -224,7 +219,6 @@ def test_every_anchor_sees_the_negatives_of_the_whole_batch(size: int) -> None:
     assert_differs(naive, reference, by=0.1)
 
 
-@waits_for_coupled
 def test_a_window_of_ready_made_pairs_is_encoded_as_it_is() -> None:
     model, rows = pairs()
     reference = whole_batch(model, lambda m, rows: info_nce(*m(*rows), m.log_scale.exp()), rows)
@@ -233,7 +227,6 @@ def test_a_window_of_ready_made_pairs_is_encoded_as_it_is() -> None:
     assert_same_gradient(model, reference)
 
 
-@waits_for_coupled
 def test_a_temperature_learned_in_the_loss_gets_its_gradient_once() -> None:
     """A cached loss that is taken once a micro-batch counts the loss's own parameters as often."""
     model, rows = pairs()
@@ -270,7 +263,6 @@ LOSSES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 }
 
 
-@waits_for_coupled
 @pytest.mark.parametrize("name", LOSSES)
 def test_any_loss_over_all_rows_is_exact(name: str) -> None:
     model, rows = pairs(9)
@@ -283,7 +275,6 @@ def test_any_loss_over_all_rows_is_exact(name: str) -> None:
     assert_differs(naive, reference, by=1e-3)
 
 
-@waits_for_coupled
 def test_dropout_draws_the_same_masks_in_both_passes() -> None:
     torch.manual_seed(604)
     model = nn.Sequential(nn.Linear(5, 8), nn.Dropout(0.5), nn.Linear(8, 4)).double()
@@ -314,7 +305,6 @@ def test_dropout_draws_the_same_masks_in_both_passes() -> None:
     assert_differs(naive, gradients_of(expected), by=0.1)
 
 
-@waits_for_coupled
 def test_gradients_that_are_there_already_are_added_to() -> None:
     model, rows = pairs()
     reference = whole_batch(model, lambda m, rows: info_nce(*m(*rows), m.log_scale.exp()), rows)
@@ -332,6 +322,57 @@ def test_a_loss_over_all_rows_given_as_a_mean_of_pieces_is_not_recognised_but_st
         wb.backward(model, lambda m, rows: info_nce(*m(*rows)), rows, micro_batch_size=2)
 
 
+def test_a_scaler_scales_the_gradient_and_not_the_reported_loss() -> None:
+    model, rows = pairs()
+    reference = whole_batch(model, lambda m, rows: info_nce(*m(*rows), m.log_scale.exp()), rows)
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+
+    def loss(queries: torch.Tensor, documents: torch.Tensor) -> torch.Tensor:
+        return info_nce(queries, documents, model.log_scale.exp())
+
+    result = wb.coupled_backward(model, encode, loss, rows, micro_batch_size=3, scaler=scaler)
+    expected = {name: 256 * gradient for name, gradient in reference.gradients.items() if gradient is not None}
+    assert_same_gradient(model, expected)
+    assert result.loss.item() == pytest.approx(reference.loss.item(), rel=1e-12)
+
+
+@pytest.mark.parametrize("choice", ["exact", None])
+def test_batch_norm_in_the_encoder_is_exact_or_refused(choice: Any) -> None:
+    torch.manual_seed(606)
+    model = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 4)).double().train()
+    rows = torch.randn(9, 5).double()
+
+    def loss(encoded: torch.Tensor) -> torch.Tensor:
+        return torch.cov(encoded.T).square().sum()
+
+    reference = whole_batch(model, lambda m, x: loss(m(x)), rows)
+    if choice is None:
+        with pytest.raises(wb.InexactError, match="BatchNorm"):
+            wb.coupled_backward(model, lambda m, x: m(x), loss, rows, micro_batch_size=4)
+        return
+    wb.coupled_backward(model, lambda m, x: m(x), loss, rows, micro_batch_size=4, batch_norm=choice)
+    assert_same_gradient(model, reference)
+    assert_same_buffers(model, reference.model)
+
+
+def normalised_on_ranks() -> Any:
+    model, rows = normalised()
+    wrapped = DistributedDataParallel(model)
+    share = tuple(column.split([5, 3])[dist.get_rank()] for column in rows)
+    result = wb.backward(wrapped, class_losses, share, micro_batch_size=2, batch_norm="exact")
+    return gradients_of(wrapped), {name: b.clone() for name, b in model.named_buffers()}, result.loss.item()
+
+
+def test_exact_batch_norm_takes_its_statistics_over_all_ranks(two_ranks: Ranks) -> None:
+    model, rows = normalised()
+    reference = whole_batch(model, class_mean, rows)
+    for gradients, buffers, loss in two_ranks.run(normalised_on_ranks):
+        assert_same_gradient(gradients, reference)
+        assert loss == pytest.approx(reference.loss.item(), rel=1e-12)
+        for name, buffer in reference.model.named_buffers():
+            assert torch.allclose(buffers[name], buffer, rtol=1e-12, atol=1e-14), name
+
+
 def gathered() -> Any:
     model, rows = pairs(9)
     wrapped = DistributedDataParallel(model)
@@ -344,7 +385,6 @@ def gathered() -> Any:
     return gradients_of(wrapped), result.loss.item()
 
 
-@waits_for_coupled
 def test_negatives_of_all_ranks_count_when_they_are_gathered(two_ranks: Ranks) -> None:
     model, rows = pairs(9)
     reference = whole_batch(model, lambda m, rows: info_nce(*m(*rows), m.log_scale.exp()), rows)

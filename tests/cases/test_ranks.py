@@ -420,6 +420,25 @@ def test_a_window_without_items_on_any_rank_is_no_step_on_any(two_ranks: Ranks, 
         assert reason
 
 
+def once_with_an_idle_rank(idle: int) -> Any:
+    situation = SITUATIONS["LearnedVariance"]
+    model, window = situation.start()
+    wrapped, rank = DistributedDataParallel(model), dist.get_rank()
+
+    def loss(model: nn.Module, rows: Any) -> Any:
+        return None if rank == idle else situation.loss(model, rows)
+
+    wb.backward(wrapped, loss, wb.Window(window))
+    return gradients_of(wrapped)
+
+
+@pytest.mark.parametrize("idle", [0, 1])
+def test_a_term_that_exists_once_counts_once_though_a_rank_is_idle(two_ranks: Ranks, idle: int) -> None:
+    reference = reference_of("LearnedVariance")
+    for gradients in two_ranks.run(once_with_an_idle_rank, idle):
+        assert_same_gradient(gradients, reference)
+
+
 def added_to() -> Any:
     found = []
     for settings in ({}, {"gradient_as_bucket_view": True}):
