@@ -188,12 +188,15 @@ def test_a_folder_without_a_model_is_refused(
         train(small(tmp_path, data=sentences, model=tmp_path))
 
 
-def test_digits_are_told_apart(tmp_path: Path) -> None:
+def test_digits_are_told_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("sklearn")
     settings = small(tmp_path, task="classify", width=16, layers=2, batch_size=64, steps=30, warmup=3, lr=1e-2)
     summary = proven(train(settings))
     assert summary["held_out_before"]["accuracy"] < 0.3
     assert summary["held_out_after"]["accuracy"] > 0.6
+    said = capsys.readouterr().out
+    assert f"{summary['held_out_after']['accuracy']:.1%} of the rows right after training" in said
+    assert "rows/s" in said and "so the usual loop is right too" in said
     assert "accuracy" in json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[0])
 
 

@@ -25,7 +25,7 @@ PIECE_ROWS = 256
 class Classify(Task):
     """A small classifier of our own, convolutions for images and dense layers for vectors."""
 
-    measure_name, measure_unit, unit = "accuracy", "of the rows right", "rows"
+    unit = "rows"
 
     def __init__(self, config: Config) -> None:
         for word in ("model", "max_tokens"):
@@ -71,6 +71,10 @@ class Classify(Task):
             right += float(metrics["accuracy"].sum())
             total += float(loss.total)
         return {"accuracy": right / len(self.held), "loss": total / len(self.held)}
+
+    def told(self, measured: dict[str, float]) -> str:
+        """Say the share of rows told right."""
+        return f"{measured['accuracy']:.1%} of the rows right"
 
     def shortened(self, samples: Sequence[Sample]) -> list[Sample]:
         """Keep at most 256 rows."""

@@ -29,8 +29,6 @@ class Task(ABC):
         peak_lr: the learning rate unless the user says another.
         origin: in words, where the rows come from.
         network: in words, what the model is.
-        measure_name: which number of `measure` says how well the model does.
-        measure_unit: what that number is counted in.
         unit: what `count` counts: tokens or rows.
     """
 
@@ -41,8 +39,6 @@ class Task(ABC):
     peak_lr: float
     origin: str
     network: str
-    measure_name: str
-    measure_unit: str
     unit: str
 
     @abstractmethod
@@ -60,6 +56,10 @@ class Task(ABC):
     @abstractmethod
     def measure(self, model: nn.Module) -> dict[str, float]:
         """Measure the model on the held-out rows."""
+
+    @abstractmethod
+    def told(self, measured: dict[str, float]) -> str:
+        """Say in words what `measure` returned."""
 
     @abstractmethod
     def shortened(self, samples: Sequence[Any]) -> list[Any]:

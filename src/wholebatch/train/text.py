@@ -37,7 +37,7 @@ class Row(NamedTuple):
 class Text(Task):
     """A language model, byte by byte with our own decoder or token by token with a Hugging Face folder."""
 
-    measure_name, measure_unit, unit = "bits_per_byte", "bits per byte", "tokens"
+    unit = "tokens"
 
     def __init__(self, config: Config) -> None:
         texts = docstrings() if config.data is None else read_texts(config.data, config.column, config.rows)
@@ -77,6 +77,10 @@ class Text(Task):
         for piece in pieces_of(self.held, by_tokens(PIECE_TOKENS), collate=self.collate):
             nats += float(self.loss(model, move(piece.load(), device_of(model))).total)
         return {"bits_per_byte": nats / math.log(2) / max(1, sum(row.bytes for row in self.held))}
+
+    def told(self, measured: dict[str, float]) -> str:
+        """Say the bits per byte."""
+        return f"{measured['bits_per_byte']:.3f} bits per byte"
 
     def shortened(self, samples: Sequence[Row]) -> list[Row]:
         """Cut rows so that all of them, padded to one length, have at most 16,384 tokens."""
