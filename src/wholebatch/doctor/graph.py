@@ -160,8 +160,10 @@ def reduction_at(node: Any) -> tuple[str, float, float]:
     if kind == "none":
         return "opaque", 0.0, 0.0
     if name.startswith("NllLoss"):
-        total_weight = number(saved(node, "total_weight"))
-        return kind, total_weight or 0.0, float(saved(node, "target").numel())
+        weight, target = number(saved(node, "total_weight")), saved(node, "target")
+        return (
+            (kind, weight, float(target.numel())) if weight is not None and target is not None else ("opaque", 0.0, 0.0)
+        )
     size = entries(node)
     return (kind, size, size) if size else ("opaque", 0.0, 0.0)
 
@@ -195,6 +197,8 @@ def weight_of(node: Any, total: float) -> float:
 def counted(node: Any) -> float:
     """Return the weight of the labels that a cross entropy without reduction does not ignore."""
     target, weight = saved(node, "target"), saved(node, "weight")
+    if target is None:
+        return -1.0
     ignored = saved(node, "ignore_index")
     ignored = ignored - 2**64 if ignored >= 2**63 else ignored  # saved as an unsigned number
     kept = target[target != ignored]
@@ -206,7 +210,7 @@ def paired(node: Any) -> bool:
     if not base(node).startswith("NllLoss"):
         return False
     scores, target = saved(node, "self"), saved(node, "target")
-    if scores is None or scores.dim() != 2 or target.dim() != 1 or target.numel() < 2:
+    if scores is None or target is None or scores.dim() != 2 or target.dim() != 1 or target.numel() < 2:
         return False
     rows, classes = scores.shape
     own = torch.arange(rows, device=target.device)

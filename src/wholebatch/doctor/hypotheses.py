@@ -171,7 +171,8 @@ class Ideas:
         """Yield the ways of adding up the means of the pieces."""
         added = sum(self.means, torch.zeros_like(self.whole))
         yield Hypothesis("loss-not-divided", f"the means of {self.count} pieces are added up", added)
-        yield Hypothesis("mean-of-means", f"the means of {self.count} pieces are averaged", added / self.count)
+        if len(set(self.items)) > 1:
+            yield Hypothesis("mean-of-means", f"the means of {self.count} pieces are averaged", added / self.count)
         yield Hypothesis(
             "ranks-counted-twice", "the means of the pieces are multiplied by the ranks", added * self.world
         )

@@ -13,6 +13,10 @@ from wholebatch.doctor.story import Story, Window, read
 from wholebatch.doctor.trace import Backward, Step, Trace
 
 
+# What a measurement calls by a general name, and what the trace may know more of.
+SAME = {"rows-meet": ("batch-norm", "in-batch-negatives"), "last-window-short": ("first-window-short",)}
+
+
 @dataclasses.dataclass
 class Report:
     """Findings, most harmful first, and what was seen.
@@ -130,7 +134,8 @@ def with_measurement(findings: list[Finding], measurement: Measurement | None) -
     measured = measurement.finding() if measurement is not None else None
     if measured is None:
         return findings
-    seen = next((finding for finding in findings if finding.rule == measured.rule), None)
+    rules = (measured.rule, *SAME.get(measured.rule, ()))
+    seen = next((finding for finding in findings if finding.rule in rules), None)
     if seen is not None:
         measured = dataclasses.replace(seen, amount=measured.amount, harm=measured.harm)
     return [measured, *(finding for finding in findings if finding is not seen)]
