@@ -24,7 +24,11 @@ class Options(TypedDict, total=False):
         sync: when gradients travel over ranks: "last", once a window; "every", with each micro-batch.
         accumulate_in: the precision of the window's sum for parameters of fewer bits, such as ``torch.float32``.
         offload: keep what autograd saves in host memory while it waits.
-        batch_norm: what BatchNorm layers in training mode do: "exact", "pooled" or "micro".
+        batch_norm: what BatchNorm layers in training mode do. "exact": statistics of the whole batch over all
+            ranks, forward and backward, running statistics moved on once; "exact-per-rank": of each rank's share;
+            "exact-lock-step": the same for a model that no graph can be made of, with the graphs of all pieces in
+            memory; "pooled": each piece normalises by itself and running statistics are pooled and moved on once;
+            "micro": as in a plain loop.
     """
 
     items: Callable[[Any], Counts] | None
@@ -33,12 +37,12 @@ class Options(TypedDict, total=False):
     sync: Literal["last", "every"]
     accumulate_in: torch.dtype | None
     offload: bool
-    batch_norm: Literal["exact", "pooled", "micro"] | None
+    batch_norm: Literal["exact", "exact-per-rank", "exact-lock-step", "pooled", "micro"] | None
 
 
 CHOICES: dict[str, tuple[object, ...]] = {
     "sync": ("last", "every"),
-    "batch_norm": (None, "exact", "pooled", "micro"),
+    "batch_norm": (None, "exact", "exact-per-rank", "exact-lock-step", "pooled", "micro"),
 }
 
 

@@ -23,24 +23,46 @@ if TYPE_CHECKING:
 
 
 def window_for(
-    model: nn.Module, loss_fn: Callable[[Any, Any], Any], pieces: Sequence[Piece], options: Options, ranks: Ranks
+    model: nn.Module,
+    loss_fn: Callable[[Any, Any], Any],
+    pieces: Sequence[Piece],
+    options: Options,
+    ranks: Ranks,
+    splits: bool = False,
 ) -> WholeWindow | None:
     """Say what runs the pieces of a window if BatchNorm shall see the whole batch; None if they are run as usual.
 
+    Args:
+        splits: whether pieces may be split on the way.
+
     Raises:
-        InexactError: for options that stages cannot serve.
+        InexactError: for what stages cannot serve.
     """
-    if options.get("batch_norm") != "exact" or (len(pieces) < 2 and ranks.world == 1):
+    choice = options.get("batch_norm") or ""
+    alone = ranks.world == 1 or choice == "exact-per-rank"
+    if not choice.startswith("exact") or (len(pieces) < 2 and alone and not splits):
         return None
+    if splits:
+        raise InexactError(
+            f"batch_norm={choice!r} keeps all {len(pieces)} micro-batches as they are, and micro_batch_size=Auto(...) "
+            "would split some of them on the way. Give a number of rows or Tokens(...)."
+        )
     if any(hasattr(module, "set_requires_gradient_sync") for module in model.modules()):
         raise InexactError(
-            'batch_norm="exact" calls parts of the model one by one, which fully_shard cannot gather parameters for. '
+            f"batch_norm={choice!r} runs parts of the model one by one, for which fully_shard gathers no parameters. "
             "Wrap the model in DistributedDataParallel."
         )
     # Only here: capturing loads torch.export, which takes seconds and which few models need.
-    from wholebatch.staged.ranks import statistics_over
+    from wholebatch.staged.engine import Engine
+    from wholebatch.staged.lockstep import LockStep
+    from wholebatch.staged.ranks import Alone, statistics_over
     from wholebatch.staged.shelf import HostShelf, Shelf
-    from wholebatch.staged.window import WholeWindow
+    from wholebatch.staged.window import WholeWindow, unwrapped
 
+    inner = unwrapped(model)
+    if choice == "exact-lock-step":
+        if not alone:
+            raise InexactError(f'batch_norm={choice!r} serves one process, not {ranks.world} ranks. Choose "exact".')
+        return WholeWindow(model, loss_fn, LockStep(inner))
     shelf = HostShelf() if options.get("offload") else Shelf()
-    return WholeWindow(model, loss_fn, shelf=shelf, ranks=statistics_over(ranks))
+    return WholeWindow(model, loss_fn, Engine(inner, shelf, Alone() if alone else statistics_over(ranks)))

@@ -147,7 +147,7 @@ def _refuse_hooks(model: nn.Module) -> None:
     if hooked:
         raise CaptureError(
             f"{len(hooked)} hooks on modules would be lost in a captured graph (first: {hooked[0]}). Remove them "
-            "(each was returned by a register_..._hook call) or keep the modules' own code by running in lock-step."
+            '(each was returned by a register_..._hook call), or choose batch_norm="exact-lock-step".'
         )
 
 
@@ -218,4 +218,7 @@ def _restore_attributes(model: nn.Module, before: dict[str, dict[str, Any]]) -> 
 
 def _reason(error: BaseException) -> str:
     text = str(error).strip().split("\n")[0]
-    return f"torch.export cannot capture this model: {type(error).__name__}: {text}"
+    return (
+        f"torch.export cannot make a graph of this model: {type(error).__name__}: {text} Stages need one; "
+        'batch_norm="exact-lock-step" runs the model\'s own code, with the graphs of all micro-batches in memory.'
+    )

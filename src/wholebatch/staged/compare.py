@@ -51,7 +51,8 @@ def compare(model: nn.Module, call: Call, program: Program) -> None:
         if not difference <= TOLERANCE:
             raise CaptureError(
                 f"The captured graph's {kind} is {difference:.3g} away from the model's own, relatively. Custom "
-                "autograd functions, backward hooks and Python side effects are lost in a graph."
+                "autograd functions, backward hooks and Python side effects are lost in a graph; "
+                'batch_norm="exact-lock-step" keeps them.'
             )
 
 

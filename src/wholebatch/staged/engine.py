@@ -20,12 +20,13 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from wholebatch.errors import InexactError
 from wholebatch.staged.call import Call
-from wholebatch.staged.operations import Operation, Statistic
+from wholebatch.staged.listening import Listener
+from wholebatch.staged.operations import OPERATIONS, Operation, Reader, Statistic
 from wholebatch.staged.program import Program, Stage
+from wholebatch.staged.programs import programs_for
 from wholebatch.staged.ranks import Alone
 from wholebatch.staged.shelf import Shelf
 
@@ -68,40 +69,38 @@ class Piece:
     written: tuple[Any, ...] = ()
 
 
-class _Listener(torch.autograd.Function):
-    """A tensor without history whose gradient is heard; not a leaf, so that nobody takes it for a parameter."""
-
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, value: Tensor, hear: Callable[[Tensor], None]) -> Tensor:
-        ctx.hear = hear
-        return value.detach()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None]:
-        ctx.hear(gradient)
-        return None, None, None
-
-
 class Engine:
     """Runs the pieces of one batch through programs with the same couplings.
 
     Args:
-        model: whose parameters and buffers the stages use.
+        model: whose parameters and buffers the stages use; the module itself, not a wrapper.
         shelf: where tensors wait that cross from stage to stage.
         ranks: with whom statistics are shared.
+        operations: those in which rows may meet.
     """
 
-    def __init__(self, model: nn.Module, shelf: Shelf | None = None, ranks: Alone | None = None) -> None:
-        self.model = model
+    def __init__(
+        self,
+        model: nn.Module,
+        shelf: Shelf | None = None,
+        ranks: Alone | None = None,
+        operations: Mapping[Any, Reader] = OPERATIONS,
+    ) -> None:
+        self.model, self.operations = model, operations
+        self.calls: Sequence[Call] = ()
         self.shelf, self.ranks = shelf or Shelf(), ranks or Alone()
         self.pieces: list[Piece] = []
         self.meetings: list[Meeting] = []
         self.anchor = torch.zeros((), requires_grad=True)
 
-    def forward(self, pieces: Sequence[tuple[Program, Call]]) -> None:
+    def forward(self, calls: Sequence[Call]) -> None:
         """Bring all pieces as far as their last stage."""
-        self.pieces = [Piece(program, call, self._shelved(program.arguments(call.leaves))) for program, call in pieces]
+        self.calls = calls
+        programs = programs_for(self.model, calls, self.operations)
+        self.pieces = [
+            Piece(program, call, self._shelved(program.arguments(call.leaves)))
+            for program, call in zip(programs, calls, strict=True)
+        ]
         couplings = self.pieces[0].program.signature if self.pieces else ()
         for index, coupling in enumerate(self.ranks.couplings(couplings)):
             parts = self._all(partial(self._advance, index, coupling.operation))
@@ -257,7 +256,7 @@ class Engine:
     def _listen(self, value: Any, hear: Callable[[Tensor], None]) -> Any:
         if not isinstance(value, Tensor) or not value.is_floating_point():
             return value
-        return cast("Any", _Listener).apply(self.anchor, value, hear)
+        return cast("Any", Listener).apply(self.anchor, value, hear)
 
     def _collect(self, piece: Piece, name: str, gradient: Tensor) -> None:
         held = piece.gradients.pop(name, None)

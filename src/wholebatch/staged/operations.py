@@ -155,17 +155,26 @@ class AnySize(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Go past the check of ``torch.nn.functional.batch_norm``."""
-        if function is not torch.nn.functional.batch_norm:
+        given = arguments_of(function, args, kwargs or {})
+        if given is None or function is torch.batch_norm:
             return function(*args, **(kwargs or {}))
-        given = {**self.DEFAULTS, **dict(zip(self.NAMES, args, strict=False)), **(kwargs or {})}
         x, running = given["input"], given["running_mean"]
         if self.marking and given["training"] and running is not None and x.numel() == x.shape[1]:
             given |= {"training": False, "momentum": -given["momentum"]}
         arguments = [given[name] for name in BatchNorm.ARGUMENTS]
         return cast("Any", torch.batch_norm)(*arguments, torch.backends.cudnn.enabled)
 
-    NAMES: ClassVar = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
-    DEFAULTS: ClassVar = {"weight": None, "bias": None, "training": False, "momentum": 0.1, "eps": 1e-5}
+
+def arguments_of(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Name the arguments of a call of BatchNorm's function, in either of its two forms; None for any other function."""
+    if function is torch.batch_norm:
+        names = BatchNorm.ARGUMENTS
+    elif function is torch.nn.functional.batch_norm:
+        names = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
+    else:
+        return None
+    defaults = {"weight": None, "bias": None, "training": False, "momentum": 0.1, "eps": 1e-5}
+    return {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
 
 
 def unmarked(momentum: float) -> float | None:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from wholebatch.errors import InexactError
 from wholebatch.staged.call import Call
+from wholebatch.staged.operations import arguments_of
 
 
 class StandIn:
@@ -45,6 +45,18 @@ class StandIn:
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self._model, name, value)
 
+    def __getitem__(self, key: Any) -> Any:
+        return self._model[key]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._model)
+
+    def __len__(self) -> int:
+        return len(self._model)
+
+    def __bool__(self) -> bool:
+        return True
+
     @property  # type: ignore[misc]
     def __class__(self) -> Any:
         return type(self._model)
@@ -58,13 +70,11 @@ class NothingElseMeets(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Look at every operation that the loss function calls."""
-        kwargs = kwargs or {}
-        if function is nn.functional.batch_norm or function is torch.batch_norm:
-            training = args[5] if len(args) > 5 else kwargs.get("training", False)
-            if training:
-                raise InexactError(
-                    "The loss function reaches a BatchNorm layer in training mode outside of its one call of the model "
-                    "that it was given (a submodule, another method, another model), where only one micro-batch is at "
-                    "hand. Call model(...) itself, once, or put that layer into eval mode."
-                )
-        return function(*args, **kwargs)
+        given = arguments_of(function, args, kwargs or {})
+        if given is not None and given["training"]:
+            raise InexactError(
+                "The loss function reaches a BatchNorm layer in training mode outside of its one call of the model "
+                "that it was given (a submodule, another method, another model), where only one micro-batch is at "
+                "hand. Call model(...) itself, once, or put that layer into eval mode."
+            )
+        return function(*args, **(kwargs or {}))

@@ -162,7 +162,8 @@ def _open(module: fx.GraphModule, node: fx.Node, inner: fx.GraphModule) -> None:
 
 
 def _detached(graph: fx.Graph, node: Any) -> Any:
-    if not isinstance(node, fx.Node) or not isinstance(node.meta.get("val"), torch.Tensor):
+    value = node.meta.get("val") if isinstance(node, fx.Node) else None
+    if not isinstance(value, torch.Tensor) or (node.op == "placeholder" and not value.requires_grad):
         return node
     detached = graph.call_function(aten.detach.default, (node,))
     detached.meta = dict(node.meta)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -12,11 +13,6 @@ from wholebatch.batch import move
 from wholebatch.errors import InexactError
 from wholebatch.precision import device_of
 from wholebatch.staged.call import Call
-from wholebatch.staged.engine import Engine
-from wholebatch.staged.operations import OPERATIONS, Reader
-from wholebatch.staged.programs import programs_for
-from wholebatch.staged.ranks import Alone
-from wholebatch.staged.shelf import Shelf
 from wholebatch.staged.standin import NothingElseMeets, StandIn
 from wholebatch.state import State
 from wholebatch.window import Piece
@@ -32,6 +28,27 @@ class _Heard(BaseException):
         self.call = call
 
 
+class Runner(Protocol):
+    """Brings the calls of all pieces through a model, forward and backward."""
+
+    calls: Sequence[Call]
+
+    def forward(self, calls: Sequence[Call]) -> None:
+        """Go as far as nothing but the piece itself is needed."""
+
+    def output(self, index: int) -> Any:
+        """Return the model's answer to a call, with its graph."""
+
+    def restart(self) -> None:
+        """Forget the gradients that have come back to answers."""
+
+    def backward(self) -> None:
+        """Bring them back to the parameters."""
+
+    def commit(self) -> None:
+        """Write the buffers."""
+
+
 class WholeWindow:
     """Runs a loss function on every piece of a window as if the model saw the whole batch.
 
@@ -44,65 +61,69 @@ class WholeWindow:
     Args:
         model: as the loss function shall see it; a wrapper with ``.module`` is looked into.
         loss_fn: called with a stand-in for the model and a micro-batch.
-        shelf: where tensors wait that cross from stage to stage.
-        ranks: with whom statistics are shared.
-        operations: those in which rows may meet.
+        runner: brings the calls through the model: the engine of stages, or lock-step.
     """
 
     def __init__(
         self,
         model: nn.Module,
         loss_fn: LossFunction,
-        *,
-        shelf: Shelf | None = None,
-        ranks: Alone | None = None,
-        operations: Mapping[Any, Reader] = OPERATIONS,
+        runner: Runner,
     ) -> None:
-        self.model, self.inner = model, unwrapped(model)
-        self.loss_fn, self.operations, self.device = loss_fn, operations, device_of(model)
-        self.engine = Engine(self.inner, shelf, ranks)
+        self.model, self.loss_fn, self.runner = model, loss_fn, runner
+        self.device = device_of(model)
         self.places: dict[int, int] = {}
         self.states: dict[int, State] = {}
 
     def forward(self, pieces: Sequence[Piece]) -> None:
         """Bring all pieces as far as the last stage of the model."""
         calls: list[Call] = []
-        for piece in pieces:
-            self.states[id(piece)] = State(self.inner, buffers=False)
-            call = self._hear(piece)
-            if call is not None:
-                self.places[id(piece)] = len(calls)
-                calls.append(call)
-        programs = programs_for(self.inner, calls, self.operations) if calls else []
-        self.engine.forward(list(zip(programs, calls, strict=True)))
+        self.start = State(self.model)
+        with self._undone_by_failure():
+            for piece in pieces:
+                self.states[id(piece)] = State(self.model, buffers=False)
+                call = self._hear(piece)
+                if call is not None:
+                    self.places[id(piece)] = len(calls)
+                    calls.append(call)
+            self.runner.forward(calls)
 
     def loss(self, piece: Piece) -> Any:
         """Run the loss function of a piece on the answer that the model gives within the whole batch."""
-        place, here = self.places.get(id(piece)), State(self.inner, buffers=False)
+        place, here = self.places.get(id(piece)), State(self.model, buffers=False)
         answers: list[Any] = []
 
         def answer(call: Call) -> Any:
             self._check(piece, call, len(answers))
             here.restore_random()
-            answers.append(self.engine.output(self.places[id(piece)]))
+            answers.append(self.runner.output(self.places[id(piece)]))
             return answers[0]
 
         if place is not None:
             self.states[id(piece)].restore_random()
-        with NothingElseMeets():
+        with NothingElseMeets(), self._undone_by_failure():
             return self.loss_fn(StandIn(self.model, answer), move(piece.load(), self.device))
 
     def restart(self) -> None:
         """Forget the gradients that have reached the model's answers, before the losses are run again."""
-        self.engine.restart()
+        self.runner.restart()
 
     def backward(self) -> None:
         """Bring the gradients that reached the model's answers back to its parameters."""
-        self.engine.backward()
+        self.runner.backward()
 
     def commit(self) -> None:
         """Write running statistics and counters, once."""
-        self.engine.commit()
+        self.runner.commit()
+
+    @contextmanager
+    def _undone_by_failure(self) -> Iterator[None]:
+        """Set back what layers count before they are refused."""
+        try:
+            yield
+        except Exception:
+            self.start.restore_buffers()
+            raise
 
     def _hear(self, piece: Piece) -> Call | None:
         def heard(call: Call) -> Any:
@@ -121,7 +142,7 @@ class WholeWindow:
                 "The loss function calls the model a second time, but what the whole batch meets with there is known "
                 "only after the first call. Make it one call: concatenate the inputs, or use a module that calls both."
             )
-        before = self.engine.pieces[self.places[id(piece)]].call if id(piece) in self.places else None
+        before = self.runner.calls[self.places[id(piece)]] if id(piece) in self.places else None
         if before is None or before.form != call.form or not _same(before, call):
             raise InexactError(
                 "The loss function called the model with other inputs when it was run again on the same micro-batch. "
