@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import accelerate
-import torch
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
@@ -54,8 +53,8 @@ def backward(
     _refuse(accelerator)
     if not accelerator.sync_gradients:
         raise InexactError(
-            f"accelerator.accumulate holds this step back until {accelerator.gradient_accumulation_steps} of its blocks "
-            "have run, but a whole window is a step. Call backward outside of accelerator.accumulate."
+            f"accelerator.accumulate holds this step back until {accelerator.gradient_accumulation_steps} blocks have "
+            "run, but a whole window is a step. Call backward outside of accelerator.accumulate."
         )
     return wb.backward(model, loss_fn, batch, micro_batch_size, scaler=accelerator.scaler, **options)
 

@@ -66,7 +66,7 @@ class Boundary:
         if len(set(answer.groups.values())) > 1:
             raise LossError(
                 f"The loss has {len(answer.terms)} terms with denominators of their own, which have to be known before "
-                "the first backward, and this loop shows one micro-batch at a time. Give the whole window to `backward` "
+                "the first backward, and this loop shows one micro-batch at a time. Give whole windows to the `backward` "
                 "of this door."
             )
         self._tally.add(answer)
