@@ -312,9 +312,9 @@ def apart(one: Epoch, other: Epoch) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--batches", type=int, default=6, help="optimizer steps of an epoch")
+    parser.add_argument("--batches", type=int, default=3, help="optimizer steps of an epoch")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--batch", type=int, default=64, help="rows of a batch")
+    parser.add_argument("--batch", type=int, default=128, help="rows of a batch")
     parser.add_argument("--pieces", type=int, default=8, help="pieces of a batch where they are fixed")
     parser.add_argument("--longest", type=int, default=512, help="rows are cut to so many tokens")
     parser.add_argument("--hidden", type=int, default=256)
