@@ -166,6 +166,17 @@ def test_other_tools_words_are_given_only_where_they_can_say_it() -> None:
     assert Arrangement(130, 4).in_other_words() == {}
 
 
+@pytest.mark.parametrize(
+    ("arguments", "batches"),
+    [((128, 4, 4), (128,)), ((130, 4, 4), (128, 144)), ((3, 4, 4), (4,)), ((10, None, 3), (12,))],
+    ids=str,
+)
+def test_the_nearest_batches_of_equal_pieces_are_named(arguments: Any, batches: tuple[int, ...]) -> None:
+    found = Arrangement(*arguments).nearest()
+    assert found == batches
+    assert all(Arrangement(batch, *arguments[1:]).even for batch in found)
+
+
 def test_rates_follow_both_rules() -> None:
     assert Arrangement(1024, 4).rates(0.1, base_batch=256) == {"linear": 0.4, "sqrt": 0.2}
 

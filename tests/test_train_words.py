@@ -68,7 +68,7 @@ def test_words_that_contradict_each_other_are_refused_with_the_numbers(
         ({"batch": 128, "rows": 4, "ranks": 4}, "batch 128 = 4 rows x 8 pieces x 4 ranks"),
         ({"batch": 128, "rows": 4}, "batch 128 = 4 rows x 32 pieces"),
         ({"batch": 130, "rows": 4}, "batch 130 = 4 rows x 32 pieces + 1 piece of 2 rows"),
-        ({"batch": 3, "rows": 4}, "batch 3 = 1 piece of 3 rows"),
+        ({"batch": 3, "rows": 4}, "batch 3 = 3 rows x 1 piece"),
         ({"batch": 60, "rows": 4, "ranks": 4}, "batch 60 = (4 rows x 3 pieces + 1 piece of 3 rows) x 4 ranks"),
         (
             {"batch": 130, "rows": 4, "ranks": 4},

@@ -37,17 +37,20 @@ class Arrangement:
             whole_number(self.micro_batch_size, "micro_batch_size", "micro_batch_size=4")
 
     def __str__(self) -> str:
-        shares = self.shares
-        if shares[0] != shares[-1]:
+        if not self._alike:
             limit = "" if self.micro_batch_size is None else f", in pieces of at most {counted(self._rows, 'row')}"
-            return f"batch {self.batch_size} = {' + '.join(map(str, shares))} rows on {self.ranks} ranks{limit}"
-        full, rest = divmod(shares[0], self._rows)
-        parts = [f"{counted(self._rows, 'row')} x {counted(full, 'piece')}"] if full else []
-        parts += [f"1 piece of {counted(rest, 'row')}"] if rest else []
-        joined = " + ".join(parts)
-        if self.ranks == 1:
-            return f"batch {self.batch_size} = {joined}"
-        return f"batch {self.batch_size} = {f'({joined})' if len(parts) > 1 else joined} x {self.ranks} ranks"
+            return f"{self.shared_out}{limit}"
+        full, rest = divmod(self.shares[0], self._rows)
+        cut = f"{counted(self._rows, 'row')} x {counted(full, 'piece')}"
+        cut += f" + 1 piece of {counted(rest, 'row')}" if rest else ""
+        return f"batch {self.batch_size} = {f'({cut})' if rest and self.ranks > 1 else cut}{self._over_ranks}"
+
+    @property
+    def shared_out(self) -> str:
+        """How the batch goes to the ranks, in words and without pieces: "batch 10 = 4 + 3 + 3 rows on 3 ranks"."""
+        if self._alike:
+            return f"batch {self.batch_size} = {counted(self.shares[0], 'row')}{self._over_ranks}"
+        return f"batch {self.batch_size} = {' + '.join(map(str, self.shares))} rows on {self.ranks} ranks"
 
     @property
     def shares(self) -> list[int]:
@@ -67,7 +70,7 @@ class Arrangement:
     @property
     def even(self) -> bool:
         """Whether every micro-batch of every rank has the same rows, as tools that count pieces need it."""
-        return self.shares[0] == self.shares[-1] and not self.remainder
+        return self._alike and not self.remainder
 
     def in_other_words(self) -> dict[str, dict[str, int]]:
         """Return the set-up in the words of other tools, empty where they cannot say it.
@@ -90,6 +93,12 @@ class Arrangement:
             "Megatron": {"global-batch-size": self.batch_size, "micro-batch-size": rows},
         }
 
+    def nearest(self) -> tuple[int, ...]:
+        """Return the batches just below and above that are cut into pieces of equal size; this one, if it is."""
+        step = self._rows * self.ranks
+        below = self.batch_size // step * step
+        return tuple(sorted({batch for batch in (below, -(-self.batch_size // step) * step) if batch}))
+
     def rates(self, lr: float, base_batch: int) -> dict[str, float]:
         """Return a learning rate found at another batch, scaled to this one by both rules."""
         return {
@@ -108,6 +117,14 @@ class Arrangement:
             "last_piece_rows": self.remainder or self._rows,
             "in_other_words": self.in_other_words(),
         }
+
+    @property
+    def _alike(self) -> bool:
+        return self.batch_size % self.ranks == 0
+
+    @property
+    def _over_ranks(self) -> str:
+        return f" x {self.ranks} ranks" if self.ranks > 1 else ""
 
     @property
     def _rows(self) -> int:

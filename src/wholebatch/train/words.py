@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from wholebatch.arrangement import Arrangement, counted
 from wholebatch.train.config import Config
 from wholebatch.train.errors import ConfigError
 
@@ -64,15 +65,9 @@ def arithmetic(batch: int, rows: int | None, ranks: int = 1, tokens: int | None 
         >>> arithmetic(130, 4)
         'batch 130 = 4 rows x 32 pieces + 1 piece of 2 rows'
     """
-    shares = [batch // ranks + (rank < batch % ranks) for rank in range(ranks)]
-    limit = f"{tokens} tokens" if rows is None else _count(rows, "row")
-    if shares[0] != shares[-1]:
-        return f"batch {batch} = {' + '.join(map(str, shares))} rows on {ranks} ranks, in pieces of at most {limit}"
-    over_ranks = f" x {_count(ranks, 'rank')}" if ranks > 1 else ""
-    if rows is None:
-        return f"batch {batch} = {_count(shares[0], 'row')}{over_ranks}, in pieces of at most {limit}"
-    cut = _cut(shares[0], rows)
-    return f"batch {batch} = {f'({cut})' if over_ranks and '+' in cut else cut}{over_ranks}"
+    if rows is not None:
+        return str(Arrangement(batch, rows, ranks))
+    return f"{Arrangement(batch, ranks=ranks).shared_out}, in pieces of at most {tokens} tokens"
 
 
 def spoken(config: Config) -> str:
@@ -122,7 +117,7 @@ def _product(rows: int, pieces: int, ranks: int, batch: int | None) -> int:
     found = rows * pieces * ranks
     if batch not in (None, found):
         raise ConfigError(
-            f"batch_size is {batch}, but {_count(rows, 'row')} x {_count(pieces, 'piece')} x {_count(ranks, 'rank')} "
+            f"batch_size is {batch}, but {counted(rows, 'row')} x {counted(pieces, 'piece')} x {counted(ranks, 'rank')} "
             f"= {found}. Leave out the number of pieces: a batch of {batch} is then cut into pieces of {rows} exactly, "
             "with the remainder in a smaller one."
         )
@@ -133,25 +128,15 @@ def _quotient(batch: int | None, pieces: int, ranks: int) -> int:
     parts = pieces * ranks
     if batch is None:
         raise ConfigError(
-            f"{_count(pieces, 'accumulated piece')} do not say how large the batch is. Give batch_size, or the rows of "
+            f"{counted(pieces, 'accumulated piece')} do not say how large the batch is. Give batch_size, or the rows of "
             "a piece: micro_batch_size or per_device_train_batch_size."
         )
     if batch % parts:
         below = batch // parts * parts
         choices = f"{below} or {below + parts}" if below else str(parts)
         raise ConfigError(
-            f"A batch of {batch} cannot be cut into {pieces} equal pieces on {_count(ranks, 'rank')}: "
+            f"A batch of {batch} cannot be cut into {pieces} equal pieces on {counted(ranks, 'rank')}: "
             f"{batch} / {parts} = {batch / parts:g}. Choose batch_size {choices}, or say micro_batch_size in the place "
             "of the pieces: an uneven last piece is exact."
         )
     return batch // parts
-
-
-def _cut(share: int, rows: int) -> str:
-    full, rest = divmod(share, rows)
-    parts = [f"{_count(rows, 'row')} x {_count(full, 'piece')}", f"1 piece of {_count(rest, 'row')}"]
-    return " + ".join(part for part, there in zip(parts, (full, rest), strict=True) if there)
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
