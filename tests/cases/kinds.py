@@ -20,6 +20,9 @@ class Rows(Situation):
     whole batch's, over a micro-batch it is the usual one.
     """
 
+    same_shapes = True
+    """Whether the micro-batches can be joined and cut anew: rows of one shape, nothing decided a micro-batch."""
+
     def share(self, model: nn.Module, rows: Any) -> torch.Tensor:
         raise NotImplementedError
 
@@ -315,6 +318,7 @@ class EqualByChance(TokensAndSequences):
 class SharedWeightsOtherShapes(Rows):
     """One weight a row, given to a term a token and to a term a row: the same tensor, but two denominators."""
 
+    same_shapes = False
     seed = 113
     terms = 2
 
@@ -571,6 +575,7 @@ class Penalised(nn.Module):
 class SkippedPiece(Rows):
     """A micro-batch is thrown away by the user's rule: the divisor is the rows of the others."""
 
+    same_shapes = False
     seed = 122
 
     def build(self) -> tuple[nn.Module, list[Any]]:
@@ -695,6 +700,7 @@ class PartlyUsed(nn.Module):
 class UsedInOnePiece(Rows):
     """A branch that only one micro-batch goes through: its gradient is that micro-batch's share of the whole."""
 
+    same_shapes = False
     seed = 128
 
     def build(self) -> tuple[nn.Module, list[Any]]:
@@ -728,6 +734,7 @@ class Branches(nn.Module):
 class WideSpread(Rows):
     """One micro-batch with one item and one with four hundred: a first guess of the denominator is far off."""
 
+    same_shapes = False
     seed = 129
 
     def build(self) -> tuple[nn.Module, list[Any]]:
@@ -773,6 +780,7 @@ class EmptyPiece(Rows):
 class OnceAfterNone(LearnedVariance):
     """A term that exists once per batch, and a first micro-batch that is thrown away."""
 
+    same_shapes = False
     seed = 131
 
     def bad(self, rows: Any) -> bool:

@@ -366,7 +366,7 @@ def normalised_on_ranks() -> Any:
 def test_exact_batch_norm_takes_its_statistics_over_all_ranks(two_ranks: Ranks) -> None:
     model, rows = normalised()
     reference = whole_batch(model, class_mean, rows)
-    for gradients, buffers, loss in two_ranks.run(normalised_on_ranks):
+    for gradients, buffers, loss in two_ranks.run(normalised_on_ranks, seconds=90):
         assert_same_gradient(gradients, reference)
         assert loss == pytest.approx(reference.loss.item(), rel=1e-12)
         for name, buffer in reference.model.named_buffers():

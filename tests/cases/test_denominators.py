@@ -8,13 +8,14 @@ import pytest
 import torch
 
 import wholebatch as wb
-from tests.cases.kinds import KINDS
+from tests.cases.kinds import KINDS, Rows
 from tests.cases.reported import REPORTED
-from tests.cases.situation import Loss, Situation, every_form
+from tests.cases.situation import Loss, Situation, columns, every_form
 from tests.oracle import assert_differs, assert_same_gradient, gradients_of, relative_error, tolerance
 
 SITUATIONS = [*REPORTED, *KINDS]
 FORMS = every_form(SITUATIONS)
+ROWS = [s for s in KINDS if isinstance(s, Rows) and s.same_shapes]
 
 in_every_form = pytest.mark.parametrize(("situation", "loss"), FORMS.values(), ids=FORMS.keys())
 in_every_situation = pytest.mark.parametrize("situation", SITUATIONS, ids=repr)
@@ -57,6 +58,15 @@ def test_the_order_of_the_micro_batches_does_not_matter(situation: Situation) ->
     model, window = situation.start()
     reference = situation.reference(model, window)
     wb.backward(model, situation.loss, wb.Window(window[::-1]))
+    assert_same_gradient(model, reference)
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 100])
+@pytest.mark.parametrize("situation", ROWS, ids=repr)
+def test_the_library_s_own_cut_does_not_matter(situation: Rows, size: int) -> None:
+    model, window = situation.start()
+    reference = situation.reference(model, window)
+    wb.backward(model, situation.loss, columns(window), micro_batch_size=size)
     assert_same_gradient(model, reference)
 
 
