@@ -11,7 +11,7 @@ batch. A micro-batch sees only its share of them. Its backward is exact if its s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
@@ -160,7 +160,7 @@ def accumulate(
     micro_batch_size: Size = None,
     *,
     scaler: GradScaler | None = None,
-    also: Iterable[Tensor] = (),
+    also: Sequence[Tensor] = (),
     **options: Unpack[Options],
 ) -> Pending:
     """Run all pieces of a window and leave the last multiplication to the caller.
@@ -180,7 +180,9 @@ def accumulate(
         pieces = pieces_of(batch, micro_batch_size, whole=chosen.get("whole", ()), collate=chosen.get("collate"))
         refuse_inexact(survey, pieces, chosen, auto is not None)
         with gradients:
-            return _Run(survey, loss_fn, pieces, scaler, ranks, gradients, auto, chosen).pending()
+            run = _Run(survey, loss_fn, pieces, scaler, ranks, gradients, auto, chosen)
+            run.explored &= not also  # who names tensors of its own drops what others receive, so they must be known
+            return run.pending()
 
 
 class _Recount(Exception):
@@ -252,6 +254,7 @@ class _Run:
         with pooled(self.model, self.options.get("batch_norm") == "pooled"):
             waiting, micro_batches = self._run_pieces(tally, denominators)
         if self.whole is not None:
+            self.ranks.agree(Status.READY, Sums())
             self.whole.backward()
         here = tally.sums()
         denominators.check(here)
