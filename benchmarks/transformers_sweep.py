@@ -15,6 +15,7 @@ import io
 import json
 import logging
 import math
+import resource
 import signal
 import tempfile
 import warnings
@@ -38,7 +39,9 @@ MAPS = {
     "seq2seq": auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
 }
 VOCABULARY, WIDTH, CLASSES = 64, 16, 3
-SECONDS = 25
+SECONDS, MEMORY = 25, 8 * 2**30
+"""What a class may take."""
+
 SMALL = {
     "vocab": VOCABULARY,
     "head_dim": 8,
@@ -95,10 +98,13 @@ def build(kind: str, class_name: str, sample: dict[str, Tensor]) -> nn.Module:
     for layers in (2, 4, 8):
         try:
             settings = small(model_class.config_class().to_dict(), layers)
-            torch.manual_seed(0)
-            model = model_class(model_class.config_class(**settings | special | labels))
-            if sum(parameter.numel() for parameter in model.parameters()) > 3_000_000:
+            config = model_class.config_class(**settings | special | labels)
+            with torch.device("meta"):
+                parameters = sum(parameter.numel() for parameter in model_class(copy.deepcopy(config)).parameters())
+            if parameters > 3_000_000:
                 raise ValueError("its configuration does not shrink")
+            torch.manual_seed(0)
+            model = model_class(config)
             model(**sample).loss.backward()
         except Exception:  # any class may fail in any way: with the last try it says how
             if layers == 8:
@@ -257,6 +263,7 @@ def main() -> None:
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     kept = chosen.out / "transformers_sweep.json"
     before = json.loads(kept.read_text())["rows"] if kept.exists() and not chosen.again else []
     done = {(row["map"], row["class"]): row for row in before if "exact" in row or not chosen.retry}

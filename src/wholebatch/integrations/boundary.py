@@ -66,8 +66,8 @@ class Boundary:
         if len(set(answer.groups.values())) > 1:
             raise LossError(
                 f"The loss has {len(answer.terms)} terms with denominators of their own, which have to be known before "
-                "the first backward, and this loop shows one micro-batch at a time. Give whole windows to the `backward` "
-                "of this door."
+                "the first backward, and this loop shows one micro-batch at a time. Give whole windows to this door's "
+                "`backward`."
             )
         self._tally.add(answer)
         if not self._provisional:

@@ -22,7 +22,6 @@ from wholebatch.loss import read
 from wholebatch.options import Options
 from wholebatch.sizes import Size
 
-
 SERVED = ("SingleDeviceStrategy", "DDPStrategy")
 
 
