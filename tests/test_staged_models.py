@@ -56,7 +56,7 @@ SPEECH: dict[str, Any] = {
 
 NETS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "torchvision resnet18": (lambda: torchvision_net("resnet18"), (3, 32, 32)),
-    "torchvision resnet50": (lambda: torchvision_net("resnet50"), (3, 32, 32)),
+    "torchvision resnet50": (lambda: torchvision_net("resnet50"), (3, 64, 64)),
     "torchvision mobilenet_v3_small": (lambda: torchvision_net("mobilenet_v3_small"), (3, 32, 32)),
     "torchvision densenet121": (lambda: torchvision_net("densenet121"), (3, 32, 32)),
     "torchvision inception_v3": (
@@ -66,7 +66,7 @@ NETS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "torchvision fcn_resnet50": (segmentation, (3, 32, 32)),
     "timm resnet26": (lambda: timm_net("resnet26"), (3, 32, 32)),
     "timm efficientnet_b0": (lambda: timm_net("efficientnet_b0"), (3, 32, 32)),
-    "timm regnety_002": (lambda: timm_net("regnety_002"), (3, 32, 32)),
+    "timm regnety_002": (lambda: timm_net("regnety_002"), (3, 64, 64)),
     "timm levit_128s": (lambda: timm_net("levit_128s"), (3, 224, 224)),
     "ultralytics yolo11n": (yolo, (3, 64, 64)),
     "transformers ResNet": (lambda: hugging_face("ResNet", **SMALL), (3, 16, 16)),
@@ -103,11 +103,13 @@ def built(make: Callable[[], nn.Module]) -> nn.Module:
 def test_a_net_of_the_field_has_the_whole_batch_s_gradient_and_statistics(name: str) -> None:
     make, shape = NETS[name]
     model = built(make)
-    x = torch.randn(5, *shape).double() * torch.linspace(0.5, 2, 5).double().view(-1, *[1] * len(shape))
+    x = torch.randn(8, *shape).double() * torch.linspace(0.5, 2, 8).double().view(-1, *[1] * len(shape))
     reference, naive = whole_batch(model, lambda m, x: values(m, x).mean(), x), copy.deepcopy(model)
+    # The same rows in another order are the same batch: so far the whole batch is from itself by rounding.
+    rounding = relative_error(whole_batch(model, lambda m, x: values(m, x).mean(), x.flip(0)), reference)
     wb.backward(model, values, x, micro_batch_size=3, batch_norm="exact")
     layers = sum(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules())
-    assert_same_gradient(model, reference, tol=1e-12 if layers < 90 else 1e-11)
+    assert_same_gradient(model, reference, tol=max(1e-12 if layers < 90 else 1e-11, 4 * rounding))
     for key, buffer in reference.model.named_buffers():
         apart = (model.get_buffer(key).double() - buffer.double()).norm()
         assert apart <= 1e-12 * max(buffer.double().norm().item(), 1e-6), key

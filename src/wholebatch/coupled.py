@@ -190,6 +190,7 @@ class _Encoder:
     def retreat(self) -> None:
         """Go on backward from what the whole batch's statistics were made of."""
         if self.whole is not None:
+            self.ranks.agree(Status.READY, Sums())
             self.whole.backward()
 
     def encode(self, piece: Piece) -> list[Tensor]:

@@ -103,7 +103,7 @@ class Engine:
         ]
         couplings = self.pieces[0].program.signature if self.pieces else ()
         for index, coupling in enumerate(self.ranks.couplings(couplings)):
-            parts = self._all(partial(self._advance, index, coupling.operation))
+            parts = [self._advance(piece, index, coupling.operation) for piece in self.pieces]
             statistic = self.ranks.merge(coupling.operation, parts)
             self.meetings.append(Meeting(coupling.operation, statistic, [None] * len(statistic)))
 
@@ -115,6 +115,10 @@ class Engine:
         results = self._run(piece, last, leaves)
         piece.written = tuple(value.detach() for value in results[piece.program.results :])
         return piece.program.answer(results[: piece.program.results])
+
+    def fail(self) -> None:
+        """Let no other rank wait for this one."""
+        self.ranks.fail()
 
     def restart(self) -> None:
         """Forget the gradients that have come back to the last stage's inputs."""
@@ -128,7 +132,9 @@ class Engine:
         for index in reversed(range(len(self.meetings))):
             meeting = self.meetings[index]
             gradient = self.ranks.sum(meeting.gradient)
-            self._all(partial(self._return, index, meeting, gradient))
+            for piece in self.pieces:
+                self._meet(piece, index, meeting, gradient)
+                self._retreat(piece, index)
 
     @torch.no_grad()
     def commit(self) -> None:
@@ -158,7 +164,7 @@ class Engine:
                 written.setdefault(name, []).append(value)
         return written
 
-    def _advance(self, index: int, operation: Operation, piece: Piece) -> Statistic:
+    def _advance(self, piece: Piece, index: int, operation: Operation) -> Statistic:
         """Run a stage without graph and take the statistic of what comes to the coupling."""
         stage, program = piece.program.stages[index], piece.program
         with torch.no_grad():
@@ -170,19 +176,6 @@ class Engine:
         statistic = operation.partial(x)
         piece.values.update(self._shelved(results))
         return statistic
-
-    def _all(self, run: Callable[[Piece], Any]) -> list[Any]:
-        """Run something for all pieces; if one fails, no rank shall wait for it."""
-        try:
-            return [run(piece) for piece in self.pieces]
-        except BaseException:
-            self.ranks.fail()
-            raise
-
-    def _return(self, index: int, meeting: Meeting, gradient: Sequence[Tensor | None], piece: Piece) -> None:
-        """Bring gradients back through a coupling and the stage before it."""
-        self._meet(piece, index, meeting, gradient)
-        self._retreat(piece, index)
 
     def _meet(self, piece: Piece, index: int, meeting: Meeting, gradient: Sequence[Tensor | None]) -> None:
         """Add what comes back to the rows of a piece through the statistic."""

@@ -147,6 +147,9 @@ class LockStep:
         heard = [self._listen(leaf, partial(self._collect, (index, i))) for i, leaf in enumerate(leaves)]
         return pytree.tree_unflatten(heard, form)
 
+    def fail(self) -> None:
+        """Nobody else waits."""
+
     def restart(self) -> None:
         """Forget the gradients that have come back to the answers."""
         self.gradients.clear()

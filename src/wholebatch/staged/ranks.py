@@ -50,6 +50,7 @@ class Together(Alone):
 
     def couplings(self, here: Sequence[Coupling]) -> Sequence[Coupling]:
         """Let ranks without rows know where those of others meet."""
+        self._alive(True)
         told = self._objects(list(here))
         known = [couplings for couplings in told if couplings]
         self._empty = len(known) < len(told)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from wholebatch.batch import move
-from wholebatch.errors import InexactError
+from wholebatch.errors import InexactError, SyncError
 from wholebatch.precision import device_of
 from wholebatch.staged.call import Call
 from wholebatch.staged.standin import NothingElseMeets, StandIn
@@ -38,6 +38,9 @@ class Runner(Protocol):
 
     def output(self, index: int) -> Any:
         """Return the model's answer to a call, with its graph."""
+
+    def fail(self) -> None:
+        """Let no other rank wait for this one."""
 
     def restart(self) -> None:
         """Forget the gradients that have come back to answers."""
@@ -79,7 +82,7 @@ class WholeWindow:
         """Bring all pieces as far as the last stage of the model."""
         calls: list[Call] = []
         self.start = State(self.model)
-        with self._undone_by_failure():
+        with self._undone_by_failure(awaited=True):
             for piece in pieces:
                 self.states[id(piece)] = State(self.model, buffers=False)
                 call = self._hear(piece)
@@ -110,19 +113,22 @@ class WholeWindow:
 
     def backward(self) -> None:
         """Bring the gradients that reached the model's answers back to its parameters."""
-        self.runner.backward()
+        with self._undone_by_failure(awaited=True):
+            self.runner.backward()
 
     def commit(self) -> None:
         """Write running statistics and counters, once."""
         self.runner.commit()
 
     @contextmanager
-    def _undone_by_failure(self) -> Iterator[None]:
-        """Set back what layers count before they are refused."""
+    def _undone_by_failure(self, awaited: bool = False) -> Iterator[None]:
+        """Set back what layers count before they are refused, and tell ranks that wait for statistics."""
         try:
             yield
-        except Exception:
+        except Exception as error:
             self.start.restore_buffers()
+            if awaited and not isinstance(error, SyncError):
+                self.runner.fail()
             raise
 
     def _hear(self, piece: Piece) -> Call | None:
