@@ -21,6 +21,7 @@ from wholebatch.errors import (
 )
 from wholebatch.gradient import Result, backward
 from wholebatch.loss import Mean, from_mean, mean, once, total
+from wholebatch.pipeline import Pipeline
 from wholebatch.planner import plan
 from wholebatch.policies import NominalBatch, scale_adam, scale_lr
 from wholebatch.sizes import Auto, Tokens
@@ -40,6 +41,7 @@ __all__ = [
     "NominalBatch",
     "NonFiniteError",
     "OutOfMemoryError",
+    "Pipeline",
     "Result",
     "SplitError",
     "Step",

@@ -13,8 +13,8 @@ from wholebatch.replicated import DataParallelRanks
 from wholebatch.survey import Survey
 from wholebatch.sync import Ranks
 
-OLDEST_FOR_SHARDS = (2, 8)
-"""The first torch whose FSDP2 gives exact sums with every backend."""
+OLDEST = (2, 8)
+"""The first torch whose FSDP2 sums exactly with every backend, and whose pipelines can leave gradients undivided."""
 
 
 def ranks_of(survey: Survey, sync: Literal["last", "every"] = "last") -> Ranks:
@@ -47,14 +47,23 @@ def ranks_of(survey: Survey, sync: Literal["last", "every"] = "last") -> Ranks:
     return Ranks()
 
 
-def _sharded(model: nn.Module, sync: str) -> Ranks:
+def refuse_older(what: str) -> None:
+    """Raise if torch is older than what is needed.
+
+    Raises:
+        SyncError: names both versions.
+    """
     version = tuple(int(part) for part in torch.__version__.split(".")[:2])
-    if version < OLDEST_FOR_SHARDS:
-        oldest = ".".join(map(str, OLDEST_FOR_SHARDS))
+    if version < OLDEST:
+        oldest = ".".join(map(str, OLDEST))
         raise SyncError(
-            f"A model sharded by fully_shard needs torch {oldest} or newer for exact sums; this is "
-            f"{torch.__version__}. Update torch, or wrap the model in DistributedDataParallel."
+            f"{what} needs torch {oldest} or newer; this is {torch.__version__}. Update torch, or wrap the model in "
+            "DistributedDataParallel."
         )
+
+
+def _sharded(model: nn.Module, sync: str) -> Ranks:
+    refuse_older("A model sharded by fully_shard")
     from wholebatch.sharded import LockstepShards, WholeShards  # loads torch's FSDP, which few models need
 
     return LockstepShards(model) if sync == "every" else WholeShards(model)
