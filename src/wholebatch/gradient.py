@@ -36,7 +36,7 @@ from wholebatch.loss import Answer, Count, TermKey, read
 from wholebatch.memory import offloaded
 from wholebatch.norms import pooled
 from wholebatch.options import Options, checked
-from wholebatch.precision import Gradients, leaves_of, nodes_of
+from wholebatch.precision import Gradients, leaves_of, reentrant
 from wholebatch.ranks import ranks_of
 from wholebatch.reach import named_leaves
 from wholebatch.recovery import Recovery, Redo
@@ -353,16 +353,21 @@ class _Run:
     def _propagate(self, answer: Answer | None, denominators: Denominators, last: bool = False) -> None:
         """Go back from an answer's share; the last time, all ranks reduce what has been summed."""
         outputs, seeds = ([], []) if answer is None else self.shares.of(answer, denominators)
+        if last and outputs and self.ranks.world > 1 and self.travel is Travel.LAST and reentrant(outputs):
+            self._backward(outputs, seeds)  # its inner backwards would each look to the reducer like the whole one
+            outputs = []
         if last and not outputs:
             outputs, seeds = self.ranks.idle(), [None]
         if last:
             self.ranks.arm(outputs)
-        if not outputs:
-            return
+        if outputs:
+            self._backward(outputs, seeds)
+
+    def _backward(self, outputs: Sequence[Tensor], seeds: Sequence[Tensor | None]) -> None:
         try:
             torch.autograd.backward(outputs, seeds)
         except RuntimeError:  # only then is it worth a look whether parts of the graph added on their own
-            self.gradients.torn |= any("CheckpointFunction" in node.name() for node in nodes_of(outputs))
+            self.gradients.torn |= reentrant(outputs)
             raise
 
     def _without_reducer(self, auto: Auto | None) -> Travel:

@@ -204,6 +204,11 @@ def leaves_of(outputs: Iterable[Tensor]) -> list[Tensor]:
     return [leaf for leaf in leaves if leaf is not None]
 
 
+def reentrant(outputs: Iterable[Tensor]) -> bool:
+    """Tell whether a backward from these outputs would run reentrant checkpoints, with backwards of their own inside."""
+    return any("CheckpointFunction" in node.name() for node in nodes_of(outputs))
+
+
 @torch.no_grad()
 def scale_(grads: Sequence[Tensor], factor: Count) -> None:
     """Multiply gradients in place, in float32 or better.
