@@ -31,7 +31,7 @@ def test_the_tables_of_the_readme_are_those_of_the_results() -> None:
 
 def test_every_table_of_the_readme_has_been_measured() -> None:
     tables = re.findall(r"<!-- table: (\w+) -->", (ROOT / "README.md").read_text())
-    assert {path.stem for path in (BENCHMARKS / "results").glob("*.json")} == set(tables)
+    assert set(tables) <= {path.stem for path in (BENCHMARKS / "results").glob("*.json")}
 
 
 def test_the_exactness_in_the_readme_is_what_is_measured_here(tmp_path: Path) -> None:
