@@ -16,7 +16,13 @@ HEADER = header("tokens")
 
 def record(step: int = 1, **changes: Any) -> dict[str, Any]:
     told = {"step": step, "steps": 4, "loss": 2.34567, "lr": 0.005, "grad_norm": 0.8123, "pieces": [3, 9, 2]}
-    told |= {"padding": 0.045, "tokens_per_second": 15432.1, "peak_memory_bytes": 512 * 2**20, "left": 4.0 - step}
+    told |= {
+        "padding": 0.045,
+        "tokens_per_second": 15432.1,
+        "peak_memory_bytes": 512 * 2**20,
+        "left": 4.0 - step,
+        "retries": 0,
+    }
     return told | {"stepped": True, "reason": None, "unit": "tokens"} | changes
 
 

@@ -160,7 +160,7 @@ def plan(
     samples = cut.growing()
     ways = _ways(model, blocks)
     measured = [_measure(way, context, model, loss_fn, samples, chosen) for way, context in ways.items()]
-    parts = _parts(model, optimizer, batch)
+    parts = parts_of(model, optimizer, batch)
     free = float("inf") if memory is None else float(memory - sum(parts.values()))
     choices = sorted(_choices(measured, free, cut), key=lambda choice: choice.seconds)
     if not choices:
@@ -274,7 +274,14 @@ def _line(held: Sequence[int], values: Sequence[float]) -> tuple[float, float]:
     return (fixed, slope) if slope >= 0 else (float(target.mean()), 0.0)
 
 
-def _parts(model: nn.Module, optimizer: torch.optim.Optimizer | None, batch: Any) -> dict[str, int]:
+def parts_of(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, batch: Any = None) -> dict[str, int]:
+    """Return the bytes that a step takes besides activations: weights, gradients, optimizer, inputs.
+
+    Args:
+        model: its buffers count as weights.
+        optimizer: whose state is counted; without one, or before its first step, two float32 numbers a parameter.
+        batch: whose tensors are counted where they lie on the model's device.
+    """
     parameters = [p for p in model.parameters() if not p.is_meta]
     buffers = [b for b in model.buffers() if not b.is_meta]
     learning = [p for p in parameters if p.requires_grad]

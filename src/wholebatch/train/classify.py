@@ -46,6 +46,14 @@ class Classify(Task):
         where = config.data or "scikit-learn's digits"
         self.origin = f"{where}: {len(train):,} rows to train on, {len(held):,} held out, {len(table.classes)} classes"
 
+    def whole(self, rows: int) -> int:
+        """Return the rows."""
+        return rows
+
+    def checkpoint(self) -> None:
+        """Refuse: single layers keep what they would have to be given again."""
+        raise ConfigError("checkpoint is on, but the classifiers have no blocks that would keep less. Leave it out.")
+
     def collate(self, samples: list[Sample]) -> Batch:
         """Stack rows."""
         features = torch.stack([sample.features for sample in samples])

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias, Union, get_args, get_origin, get_type_hints
 
 from wholebatch.train.errors import ConfigError
+from wholebatch.train.machine import bytes_in
 
 Scalar: TypeAlias = "int | float | str | bool | None"
 
@@ -53,7 +54,8 @@ class Config:
     batch_size: int | None = None
     """The batch you mean: the rows of one optimizer step, over all ranks. 64 if nothing else says it."""
     micro_batch_size: int | Literal["auto"] = "auto"
-    """Rows of one forward and backward; auto: by tokens for text, a quarter of the batch for classify."""
+    """Rows of one forward and backward; auto: as many as memory holds, found while training, on a GPU or with --memory;
+    else 4096 tokens of text, or a quarter of the batch for classify."""
     max_tokens: int | None = None
     """Padded tokens of one forward and backward, in the place of rows."""
     per_device_train_batch_size: int | None = None
@@ -64,6 +66,14 @@ class Config:
     """Lightning's word for the same; translated."""
     nbs: int | None = None
     """Ultralytics' word for the batch that is meant; translated."""
+
+    memory: str | None = None
+    """How much memory a step may use, such as 2GiB: on a GPU all of it; without one, weights, gradients, optimizer and
+    what autograd saves. Left out: all there is."""
+    checkpoint: bool = False
+    """Let blocks compute their activations again in the backward instead of keeping them: less memory, more time."""
+    offload: bool = False
+    """Keep on the host what autograd saves; needs a GPU."""
 
     steps: int | None = None
     """Optimizer steps; left out: as many as the epochs have."""
@@ -103,6 +113,8 @@ class Config:
             # "auto" and None are words for "left out"; whatever they stand for obeys the rule.
             if isinstance(value, (int, float)) and not holds(value):
                 raise ConfigError(f"{name} is {value}; it must be {says}.")
+        if self.memory is not None:
+            bytes_in(self.memory)
 
 
 _Rule: TypeAlias = "tuple[str, Callable[[float], bool]]"

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from wholebatch.checkpointing import checkpointed
+from wholebatch.memory import counting_again
 from wholebatch.train.config import Config
 from wholebatch.train.errors import ConfigError
 from wholebatch.train.extras import require
-from wholebatch.train.model import Decoder, parameters_of
+from wholebatch.train.model import Block, Decoder, parameters_of
 
 END = 256
 """The token around every row of bytes; the bytes themselves are the tokens 0 to 255."""
@@ -35,6 +38,9 @@ class Language(Protocol):
 
     def export(self, folder: Path) -> None:
         """Write beside the weights what others need to open them."""
+
+    def checkpoint(self) -> None:
+        """Let the model's blocks compute their activations again in the backward."""
 
     def proceed(self, model: Any, prompt: str, length: int) -> str:
         """Return the prompt and up to ``length`` more tokens that the model draws."""
@@ -77,6 +83,10 @@ class Bytes:
 
     def export(self, folder: Path) -> None:
         """Write nothing: only this program opens the decoder."""
+
+    def checkpoint(self) -> None:
+        """Checkpoint each block."""
+        checkpointed(self.model, Block)
 
 
 class HuggingFace:
@@ -125,6 +135,18 @@ class HuggingFace:
             return prompt
         drawn = model.generate(**given, max_new_tokens=room, do_sample=False, use_cache=True, pad_token_id=self.end)
         return self.decode(drawn[0].tolist())
+
+    def checkpoint(self) -> None:
+        """Use the model's own switch.
+
+        Raises:
+            ConfigError: if it has none.
+        """
+        settings = {"use_reentrant": False, "context_fn": lambda: (nullcontext(), counting_again())}
+        try:
+            self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=settings)  # type: ignore[operator]
+        except ValueError as error:
+            raise ConfigError(f"checkpoint is on, but the model cannot: {error} Leave it out.") from None
 
     def export(self, folder: Path) -> None:
         """Write what a weights file lacks, so that `from_pretrained(folder)` opens it."""

@@ -13,9 +13,11 @@ from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
 import wholebatch as wb
+from wholebatch.arrangement import counted
+from wholebatch.memory import is_out_of_memory
 from wholebatch.train.config import Config
-from wholebatch.train.errors import RunError
-from wholebatch.train.machine import device_named, peak_memory_bytes
+from wholebatch.train.errors import ConfigError, RunError
+from wholebatch.train.machine import bytes_in, device_named, peak_memory_bytes, room
 from wholebatch.train.order import Order
 from wholebatch.train.task import Tally, Task
 from wholebatch.train.words import DEFAULT_BATCH
@@ -45,6 +47,17 @@ class Rate:
         return 0.1 + 0.45 * (1 + math.cos(math.pi * min(1.0, done)))
 
 
+def size_of(config: Config, task: Task, device: torch.device) -> int | wb.Tokens | wb.Auto:
+    """Return where batches are cut: where the user said, else where memory lets them.
+
+    A GPU, or a memory that is named, begins with the whole batch in one piece; else a moderate piece is as fast.
+    """
+    if config.micro_batch_size != "auto" or config.max_tokens is not None:
+        return task.size
+    limited = device.type != "cpu" or config.memory is not None
+    return wb.Auto(task.whole(config.batch_size or DEFAULT_BATCH) if limited else task.size)
+
+
 class Learner:
     """Take the steps of a run, one batch each, and save and restore all that decides the next one.
 
@@ -59,6 +72,13 @@ class Learner:
         self.steps = config.steps or config.epochs * self.order.steps_per_epoch
         self.device = device_named(config.device)
         self.model = task.model.to(self.device)
+        if config.checkpoint:
+            task.checkpoint()
+        if config.offload and self.device.type == "cpu":
+            raise ConfigError(
+                "offload is on, but the model is on the cpu: all that autograd saves is on the host already."
+            )
+        self.room = room(None if config.memory is None else bytes_in(config.memory), self.model, self.device)
         self.optimizer = AdamW(
             self.model.parameters(), lr=config.lr or task.peak_lr, betas=(0.9, 0.95), weight_decay=config.weight_decay
         )
@@ -68,26 +88,38 @@ class Learner:
             self.model,
             self.optimizer,
             task.loss,
-            micro_batch_size=task.size,
+            micro_batch_size=size_of(config, task, self.device),
             max_grad_norm=config.max_grad_norm,
             scheduler=self.schedule,
             collate=self.tally,
+            offload=config.offload,
         )
         self.taken = 0
+
+    @property
+    def size(self) -> int | wb.Tokens:
+        """Where batches are cut now: rows, or padded tokens."""
+        size = self.step.micro_batch_size
+        return size.size if isinstance(size, wb.Auto) else self.task.size
 
     def advance(self) -> dict[str, Any]:
         """Take one step and return what to tell of it.
 
         Raises:
-            RunError: if the loss or the gradient is not finite; the weights are those before the step.
+            RunError: if the loss or the gradient is not finite, or memory runs out; the weights are those before it.
         """
         batch = self._batch(self.taken)
         self.tally.reset()
         begun = time.perf_counter()
         try:
-            result = self.step(batch)
+            with self.room():
+                result = self.step(batch)
         except wb.NonFiniteError as error:
             raise RunError(f"Step {self.taken + 1} could not be taken. {error} A smaller lr may help.") from error
+        except RuntimeError as error:
+            if not (isinstance(error, wb.OutOfMemoryError) or is_out_of_memory(error)):
+                raise
+            raise RunError(self._out_of_memory(error)) from error
         seconds = time.perf_counter() - begun
         self.taken += 1
         return {
@@ -101,6 +133,7 @@ class Learner:
             "reason": result.reason,
             "rows": result.rows,
             "pieces": self.tally.pieces,
+            "retries": self.tally.retries,
             "tokens": self.tally.real,
             "padding": 1 - self.tally.real / self.tally.padded,
             "seconds": round(seconds, 4),
@@ -136,6 +169,18 @@ class Learner:
         torch.set_rng_state(state["draws"])
         if state["device_draws"] and self.device.type == "cuda":
             torch.cuda.set_rng_state_all(state["device_draws"])
+
+    def _out_of_memory(self, error: RuntimeError) -> str:
+        """Say which setting helps."""
+        step = f"Step {self.taken + 1}"
+        if isinstance(error, wb.OutOfMemoryError):
+            return f"{step} could not be taken. {error} Of these, --checkpoint, --offload and --context are flags here."
+        rows = counted(([*self.tally.pieces] or [0])[-1], "row")
+        first = str(error).split("\n", 1)[0]
+        return (
+            f"{step} ran out of memory in a piece of {rows}: {first} Leave micro_batch_size and max_tokens out, and "
+            "such a piece is split; or choose a smaller one."
+        )
 
     def _batch(self, step: int) -> Sequence[Any]:
         return [self.task.train[row] for row in self.order.batch(step)]

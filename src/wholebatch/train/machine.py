@@ -1,12 +1,24 @@
-"""What the machine is and how much of its memory was used."""
+"""What the machine is, how much of its memory was used, and how much may be."""
 
 from __future__ import annotations
 
+import re
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, TypeAlias
 
 import torch
+from torch import nn
 
+from wholebatch.memory import SavedBytes
+from wholebatch.planner import parts_of
 from wholebatch.train.errors import ConfigError
+
+Room: TypeAlias = "Callable[[], AbstractContextManager[Any]]"
+"""Makes a context in which no more than the allowed memory can be used."""
+
+POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
 
 def device_named(name: str) -> torch.device:
@@ -44,3 +56,76 @@ def peak_memory_bytes(device: torch.device) -> int:
         return 0
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+def bytes_in(text: str) -> int:
+    """Read a number of bytes: "2GiB", "1.5 GB", "500000".
+
+    Raises:
+        ConfigError: for anything else, and for none at all.
+
+    Example:
+        >>> bytes_in("2GiB"), bytes_in("1.5 kB")
+        (2147483648, 1500)
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d*)?)\s*([KMGT]?)(i?)B?", text.strip(), re.IGNORECASE)
+    size = 0 if found is None else int(float(found[1]) * (1024 if found[3] else 1000) ** POWERS[found[2].upper()])
+    if size < 1:
+        raise ConfigError(f"memory is {text!r}; it must be a number of bytes such as 2GiB, 800MiB or 1.5GB.")
+    return size
+
+
+def in_bytes(number: float) -> str:
+    """Return bytes as "812 MiB" or "1.4 GiB"; small ones as "3.2 MiB".
+
+    Example:
+        >>> in_bytes(2**31), in_bytes(3.25 * 2**20)
+        ('2.0 GiB', '3.2 MiB')
+    """
+    mebibytes = number / 2**20
+    if mebibytes >= 1024:
+        return f"{mebibytes / 1024:.1f} GiB"
+    return f"{mebibytes:.0f} MiB" if mebibytes >= 10 else f"{mebibytes:.1f} MiB"
+
+
+def room(memory: int | None, model: nn.Module, device: torch.device) -> Room:
+    """Say in what context steps may use no more than so many bytes.
+
+    On a CUDA device the allocator keeps the limit. Elsewhere what autograd saves is limited, to what weights,
+    gradients and optimizer leave of the memory: the machine then behaves like a device of that size.
+
+    Args:
+        memory: in bytes; None for all there is.
+        model: on its device.
+        device: where it is.
+
+    Raises:
+        ConfigError: if the device has less, or nothing is left for activations.
+    """
+    if memory is None:
+        return nullcontext
+    if device.type == "cuda":
+        return _allocated(memory, device)
+    free = memory - sum(parts_of(model).values())
+    if free <= 0:
+        raise ConfigError(
+            f"memory is {in_bytes(memory)}, but weights, gradients and optimizer alone take {in_bytes(memory - free)}."
+        )
+    saved = SavedBytes(free, ignored=[*model.parameters(), *model.buffers()])
+    return lambda: saved
+
+
+def _allocated(memory: int, device: torch.device) -> Room:
+    there = torch.cuda.get_device_properties(device).total_memory
+    if memory > there:
+        raise ConfigError(f"memory is {in_bytes(memory)}, but the device has {in_bytes(there)}. Leave it out.")
+
+    @contextmanager
+    def limited() -> Iterator[None]:
+        torch.cuda.set_per_process_memory_fraction(memory / there, device)
+        try:
+            yield
+        finally:
+            torch.cuda.set_per_process_memory_fraction(1.0, device)
+
+    return limited

@@ -36,7 +36,7 @@ class Proof:
         return f"gradient error {self.error:.0e} (the usual loop: {self.usual:.2g})"
 
 
-def prove(task: Task, model: nn.Module, samples: Sequence[Any]) -> Proof:
+def prove(task: Task, model: nn.Module, samples: Sequence[Any], size: int | wb.Tokens | None = None) -> Proof:
     """Compute the gradient of a batch in three ways, on copies of the model, without dropout.
 
     The reference is one forward and one backward over all rows in float64, with nothing of this library but the
@@ -46,9 +46,10 @@ def prove(task: Task, model: nn.Module, samples: Sequence[Any]) -> Proof:
         task: makes micro-batches and losses.
         model: trained or not; it is left as it is.
         samples: the rows of one batch.
+        size: where it is cut; by default where the task would.
     """
     batch = task.shortened(samples)
-    size = _several(task, batch)
+    size = _several(task, batch, size or task.size)
     reference = _gradient(_reference_of(task, model, batch))
     ours, usual = copy.deepcopy(model).eval(), copy.deepcopy(model).eval()
     for each in (ours, usual):
@@ -80,10 +81,10 @@ def _usual_loop(task: Task, model: nn.Module, batch: list[Any], size: int | wb.T
     return len(pieces)
 
 
-def _several(task: Task, batch: list[Any]) -> int | wb.Tokens:
+def _several(task: Task, batch: list[Any], size: int | wb.Tokens) -> int | wb.Tokens:
     """The size that the run used, or a quarter of the batch where that would be one piece and prove nothing."""
-    several = len(pieces_of(batch, task.size, collate=task.collate)) > 1
-    return task.size if several else max(1, len(batch) // 4)
+    several = len(pieces_of(batch, size, collate=task.collate)) > 1
+    return size if several else max(1, len(batch) // 4)
 
 
 def _term(loss: Loss) -> wb.Mean:

@@ -163,7 +163,7 @@ class Run:
 
     def _prove(self) -> Proof:
         batch = self.learner.task.held[: self.learner.order.batch_size]
-        proof = prove(self.learner.task, self.learner.model, batch)
+        proof = prove(self.learner.task, self.learner.model, batch, self.learner.size)
         how = f"{proof.rows} held-out rows in {proof.pieces} pieces, against one backward of them all in float64"
         equal = "\nAll pieces count the same here, so the usual loop is right too." if proof.usual < EXACT else ""
         self.shown.note("proof", f"{proof}\n{how}{equal}")
@@ -236,9 +236,11 @@ def _introduce(run: Run, spoken: str) -> None:
     run.shown.note("wholebatch", f"{wb.__version__} with torch {torch.__version__} on {in_words(run.learner.device)}")
     run.shown.note("data", task.origin)
     run.shown.note("model", task.network)
-    size = task.size
+    size = run.learner.size
     rows, tokens = (size, None) if isinstance(size, int) else (None, size.budget)
     batch = words.arithmetic(order.batch_size, rows, tokens=tokens)
+    if run.config.memory is not None:
+        batch += f", smaller where {run.config.memory} would not do"
     run.shown.note("batch", f"{batch} (from {spoken})" if spoken else batch)
     run.shown.note("epoch", f"{order}; {steps:,} steps = {steps / order.steps_per_epoch:.4g} epochs")
     run.shown.note("run", str(run.folder.path))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -40,6 +39,18 @@ class Task(ABC):
     origin: str
     network: str
     unit: str
+
+    @abstractmethod
+    def whole(self, rows: int) -> int | wb.Tokens:
+        """Return the size of a piece that holds so many rows, however long they are."""
+
+    @abstractmethod
+    def checkpoint(self) -> None:
+        """Let the model's blocks compute their activations again in the backward.
+
+        Raises:
+            ConfigError: if it has no blocks that would.
+        """
 
     @abstractmethod
     def collate(self, samples: list[Any]) -> Batch:
@@ -77,26 +88,54 @@ class Task(ABC):
         """Write beside the weights what others need to open them."""
 
 
-@dataclass
 class Tally:
-    """Collate, and count what the pieces of one step held."""
+    """Collate, and count what the pieces of one step held.
 
-    task: Task
-    pieces: list[int] = field(default_factory=list)
-    real: int = 0
-    padded: int = 0
+    A piece that ran out of memory comes again in parts: of each row the last piece counts.
+
+    Args:
+        task: collates and counts.
+
+    Attributes:
+        retries: how many pieces came again in parts.
+    """
+
+    def __init__(self, task: Task) -> None:
+        self.task = task
+        self.retries = self._number = 0
+        self._piece_of: dict[int, int] = {}
+        self._held: dict[int, tuple[int, int, int]] = {}
 
     def __call__(self, samples: list[Any]) -> Batch:
-        """Collate one piece and add it to the counts."""
+        """Collate one piece and count it."""
         micro_batch = self.task.collate(samples)
-        real, padded = self.task.count(micro_batch)
-        self.pieces.append(len(samples))
-        self.real, self.padded = self.real + real, self.padded + padded
+        for earlier in {self._piece_of[id(sample)] for sample in samples if id(sample) in self._piece_of}:
+            self.retries += self._held.pop(earlier, None) is not None
+        number = self._number = self._number + 1
+        self._piece_of.update((id(sample), number) for sample in samples)
+        self._held[number] = (len(samples), *self.task.count(micro_batch))
         return micro_batch
 
     def reset(self) -> None:
         """Start counting a new step."""
-        self.pieces, self.real, self.padded = [], 0, 0
+        self.retries = self._number = 0
+        self._piece_of.clear()
+        self._held.clear()
+
+    @property
+    def pieces(self) -> list[int]:
+        """The rows of each piece, in order."""
+        return [rows for rows, _, _ in self._held.values()]
+
+    @property
+    def real(self) -> int:
+        """Units of all pieces without padding."""
+        return sum(real for _, real, _ in self._held.values())
+
+    @property
+    def padded(self) -> int:
+        """Units of all pieces with padding."""
+        return sum(padded for _, _, padded in self._held.values())
 
 
 def digest(parts: Iterable[bytes]) -> str:

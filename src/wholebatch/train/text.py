@@ -53,6 +53,14 @@ class Text(Task):
         where = config.data or f"the docstrings of Python {platform.python_version()}"
         self.origin = f"{where}: {len(train):,} rows to train on, {len(held):,} held out{self._exceptions()}"
 
+    def whole(self, rows: int) -> wb.Tokens:
+        """Return the padded tokens of so many rows of the longest kind."""
+        return by_tokens(rows * self.language.context)
+
+    def checkpoint(self) -> None:
+        """Checkpoint the decoder's blocks, or switch the Hugging Face model's own checkpointing on."""
+        self.language.checkpoint()
+
     def collate(self, samples: list[Row]) -> Batch:
         """Pad rows on the right to the longest of them."""
         tokens = [sample.tokens for sample in samples]

@@ -117,9 +117,9 @@ def _product(rows: int, pieces: int, ranks: int, batch: int | None) -> int:
     found = rows * pieces * ranks
     if batch not in (None, found):
         raise ConfigError(
-            f"batch_size is {batch}, but {counted(rows, 'row')} x {counted(pieces, 'piece')} x {counted(ranks, 'rank')} "
-            f"= {found}. Leave out the number of pieces: a batch of {batch} is then cut into pieces of {rows} exactly, "
-            "with the remainder in a smaller one."
+            f"batch_size is {batch}, but {counted(rows, 'row')} x {counted(pieces, 'piece')} x "
+            f"{counted(ranks, 'rank')} = {found}. Leave out the number of pieces: a batch of {batch} is then cut into "
+            f"pieces of {rows} exactly, with the remainder in a smaller one."
         )
     return found
 
@@ -128,8 +128,8 @@ def _quotient(batch: int | None, pieces: int, ranks: int) -> int:
     parts = pieces * ranks
     if batch is None:
         raise ConfigError(
-            f"{counted(pieces, 'accumulated piece')} do not say how large the batch is. Give batch_size, or the rows of "
-            "a piece: micro_batch_size or per_device_train_batch_size."
+            f"{counted(pieces, 'accumulated piece')} do not say how large the batch is. Give batch_size, or the rows "
+            "of a piece: micro_batch_size or per_device_train_batch_size."
         )
     if batch % parts:
         below = batch // parts * parts
