@@ -9,6 +9,7 @@ from wholebatch.arrangement import Arrangement
 from wholebatch.checking import Check, check
 from wholebatch.checkpointing import checkpointed
 from wholebatch.coupled import coupled_backward
+from wholebatch.dealing import DealtBatches
 from wholebatch.detector import Coupling, find_coupling
 from wholebatch.errors import (
     InexactError,
@@ -35,6 +36,7 @@ __all__ = [
     "Auto",
     "Check",
     "Coupling",
+    "DealtBatches",
     "InexactError",
     "LossError",
     "Mean",
