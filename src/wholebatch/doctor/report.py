@@ -12,7 +12,6 @@ from wholebatch.doctor.shares import divisions
 from wholebatch.doctor.story import Story, Window, read
 from wholebatch.doctor.trace import Backward, Step, Trace
 
-
 # What a measurement calls by a general name, and what the trace may know more of.
 SAME = {"rows-meet": ("batch-norm", "in-batch-negatives"), "last-window-short": ("first-window-short",)}
 

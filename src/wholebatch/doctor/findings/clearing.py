@@ -18,7 +18,8 @@ def not_cleared(story: Story, window: Window) -> Finding | None:
     before = story.windows[window.optimizer][window.number - 1]
     found, stale = window.found(), window.own(window.pieces[0].backward.before)
     size = compare(found, found - stale) if found is not None and stale is not None else None
-    site = before.step.site if before.step is not None else window.pieces[0].backward.site
+    tried = [event.site for _, event in before.scaler if event.call == "step"]
+    site = before.step.site if before.step is not None else tried[-1] if tried else window.pieces[0].backward.site
     rule = "not-cleared-after-skipped-step" if before.skipped else "zero-grad-missing"
     what = "after a skipped step the gradients stay" if before.skipped else "gradients are not cleared after the step"
     return Finding(

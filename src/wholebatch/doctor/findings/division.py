@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from wholebatch.comparison import Comparison, scale
-from wholebatch.doctor.findings.remedies import scaled_backward
+from wholebatch.doctor.findings.remedies import line_of, scaled_backward
 from wholebatch.doctor.measure import reweighed
 from wholebatch.doctor.shares import Division, contains, near
 from wholebatch.finding import Change, Finding
@@ -23,9 +23,18 @@ def not_divided(division: Division) -> Finding | None:
         str(scale(ratio)) + ("" if division.alone else ", for this term"),
         abs(ratio - 1),
         division.site,
-        scaled_backward(division.site, f"* {other} / {division.length}" if other else f"/ {division.length}"),
+        divided_remedy(division, other),
         "Each backward adds the gradient of a whole mean, so the sum grows with the number of pieces.",
     )
+
+
+def divided_remedy(division: Division, other: int) -> Change:
+    """Divide the loss by the pieces, or the one term that is not divided."""
+    if division.alone:
+        return scaled_backward(division.site, f"/ {division.length}", other)
+    text = line_of(division.site, "loss.backward()")
+    term = division.shares[0].term
+    return Change(text, f"{text}  # with {term.factor:.3g} x {term.name} divided by {division.length}")
 
 
 def undivided(division: Division) -> bool:
@@ -75,9 +84,16 @@ def short_window(division: Division) -> Finding | None:
         str(scale(ratio)),
         (1 - ratio) * 0.9,
         division.site,
-        scaled_backward(division.site, f"* {full} / pieces_in_this_window"),
+        short_remedy(division, full, first),
         "The window's own mean divides by the pieces it really holds.",
     )
+
+
+def short_remedy(division: Division, full: int, first: bool) -> Change:
+    """Count before the test, or divide by what the window holds."""
+    if first:
+        return Change(f"if i % {full} == 0:", f"if (i + 1) % {full} == 0:")
+    return scaled_backward(division.site, "/ pieces_in_this_window", full)
 
 
 def carried_over(division: Division) -> Finding | None:
@@ -117,7 +133,7 @@ def mean_of_means(division: Division) -> Finding | None:
         str(size),
         max(size.error, 0.02),
         division.site,
-        scaled_backward(division.site, "* items / items_of_the_window"),
+        scaled_backward(division.site, "* items / items_of_the_window", divisor(division)),
         "Each piece divides by its own items; items of a short piece then count more than those of a long one.",
     )
 
@@ -152,7 +168,7 @@ def rank_denominators(division: Division) -> Finding | None:
         str(size),
         max(size.error, 0.02),
         site,
-        scaled_backward(site, "* items * world_size / items_of_all_ranks"),
+        scaled_backward(site, ("* items " if division.is_mean else "") + "* world_size / items_of_all_ranks"),
         "The average over ranks is the mean over all items only if all ranks hold the same number.",
     )
 

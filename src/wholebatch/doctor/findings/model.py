@@ -155,7 +155,7 @@ def loss_side_parameters(story: Story, window: Window) -> Finding | None:
         "loss-parameters-counted-again",
         f"the whole loss is back-propagated {count} times, so '{', '.join(names[:3])}' in the loss itself "
         f"get {count} gradients",
-        f"gradient {count:.2f} x too large for {len(names)} parameters, cosine 1.000",
+        f"gradient {count} x too large for {len(names)} parameter{'s' * (len(names) > 1)}, cosine 1.000",
         0.85,
         site,
         Change(
