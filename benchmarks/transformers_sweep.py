@@ -72,6 +72,7 @@ SMALL = {
     "lora_rank": 8,
     "rope_head_dim": 8,
 }
+EXACTLY = {"dim": 16, "hidden_dim": 32, "emb_dim": 16, "attention_window": 8, "qk_rope_head_dim": 4}
 KEPT = ("hidden_layers_to", "layer_norm", "head_layers", "layers_to", "num_labels")
 
 
@@ -84,7 +85,8 @@ def small(settings: dict[str, Any], layers: int) -> dict[str, Any]:
         elif isinstance(value, float) and ("drop" in name or "jitter" in name):
             chosen[name] = 0.0
         elif isinstance(value, int) and not isinstance(value, bool) and not any(word in name for word in KEPT):
-            fitting = [layers if "layer" in word else number for word, number in SMALL.items() if word in name]
+            fitting = [EXACTLY[name]] if name in EXACTLY else []
+            fitting += [layers if "layer" in word else number for word, number in SMALL.items() if word in name]
             if fitting and value > fitting[0]:
                 chosen[name] = fitting[0]
     return chosen
