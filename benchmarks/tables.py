@@ -59,6 +59,22 @@ def variable_length(result: Result) -> list[str]:
     ]
 
 
+def transformers_sweep(result: Result) -> list[str]:
+    lines = [
+        "| model classes for | trained | off under the Trainer | exact under `exact(Trainer)` | refused by name |",
+        "|---|---|---|---|---|",
+    ]
+    names = {"causal": "causal language", "masked": "masked language", "seq2seq": "sequence to sequence"}
+    for row in result["settings"]["summary"]:
+        kind = names.get(row["map"], f"{row['map']} classification")
+        lines.append(f"| {kind} | {row['trained']} | {row['trainer_off']} | {row['exact']} | {row['refused']} |")
+    setting = f"Tiny configurations, transformers {result['settings']['transformers']}"
+    off = "off: by more than 0.1 %, mostly by the number of pieces"
+    near = "exact: within 2e-6, or three times float32's own error in one piece"
+    refused = "refused: layers whose state follows each piece, until you choose `batch_norm=`"
+    return [*lines, "", f"{setting}; {off}; {near}; {refused} (`benchmarks/transformers_sweep.py`)."]
+
+
 def cells(row: Result) -> tuple[str, str, str]:
     """Padding, real tokens a second, and the factor of wholebatch."""
     factor = "" if row["name"] == "wholebatch" else f"{row['wholebatch_is']['median']:.2f} x"
@@ -74,6 +90,7 @@ def measured_on(result: Result) -> str:
 TABLES: dict[str, Callable[[Result], list[str]]] = {
     "exactness": exactness,
     "overhead": overhead,
+    "transformers_sweep": transformers_sweep,
     "variable_length": variable_length,
 }
 

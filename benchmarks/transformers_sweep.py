@@ -241,11 +241,13 @@ def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 "trained": len(trained),
                 "trainer_off": sum(max(row["trainer"]) > 1e-3 for row in trained),
                 "exact": sum(is_exact(row) for row in trained),
+                "refused": sum(REFUSED in row.get("not trained by exact(Trainer)", "") for row in trained),
             }
         )
     return counted
 
 
+REFUSED = "InexactError"
 LIMIT = 2e-6
 """Relative distance to the truth that counts as exact in float32, where one piece is not itself farther away."""
 
