@@ -18,6 +18,7 @@ from torch import nn
 
 import wholebatch as wb
 from tests.oracle import assert_differs, assert_same_gradient, gradients_of, whole_batch
+from wholebatch.staged.cuts import Value, least_bytes, peak_bytes
 
 # Nets
 
@@ -581,3 +582,45 @@ def test_a_loss_function_may_use_all_of_the_model_but_its_normalised_parts() -> 
 def test_sizes_that_change_by_themselves_are_refused() -> None:
     with pytest.raises(wb.InexactError, match="Auto"):
         wb.backward(built(residual), values, images().double(), micro_batch_size=wb.Auto(4), batch_norm="exact")
+
+
+# Memory
+
+
+@pytest.mark.parametrize("size", [1, 4, 11])
+@pytest.mark.parametrize("name", NETS)
+def test_values_that_are_made_once_more_change_nothing(name: str, size: int) -> None:
+    """`offload=True` on a machine without a device: only what crosses a few cuts is kept."""
+    make, data = NETS[name]
+    model, x = built(make), data().double()
+    reference = whole_batch(model, average, x)
+    wb.backward(model, values, x, micro_batch_size=size, batch_norm="exact", offload=True)
+    assert_same_gradient(model, reference)
+    assert_same_buffers(model, reference.model)
+
+
+def test_values_that_are_made_once_more_draw_the_same() -> None:
+    model, x = built(drawing), images(9).double()
+    kept, again = copy.deepcopy(model), copy.deepcopy(model)
+    for net, offload in ((kept, False), (again, True)):
+        torch.manual_seed(3)
+        wb.backward(net, values, x, micro_batch_size=4, batch_norm="exact", offload=offload)
+    assert_same_gradient(again, gradients_of(kept))
+
+
+def test_cuts_are_chosen_by_bytes() -> None:
+    """Early values are large: a few cuts there save more than many late ones, and equal steps save less."""
+    chain = [Value(stage, stage + 1, size) for stage, size in enumerate([64, 64, 64, 64, 16, 16, 4, 4, 1, 1, 1, 1])]
+    few = least_bytes(chain, 12)
+    everything = peak_bytes(chain, 12, frozenset(range(12)))
+    by_count = min(peak_bytes(chain, 12, frozenset(range(k, 12, k + 1))) for k in range(1, 6))
+    assert everything == sum(value.bytes for value in chain)
+    assert peak_bytes(chain, 12, few) < by_count < everything
+
+
+def test_no_choice_of_cuts_has_fewer_bytes() -> None:
+    generator = random.Random(3)
+    for _ in range(20):
+        values = [Value(b, generator.randint(b + 1, 7), generator.randint(1, 50)) for b in range(7) for _ in range(2)]
+        every = [frozenset(c for c in range(7) if bits >> c & 1) for bits in range(2**7)]
+        assert peak_bytes(values, 7, least_bytes(values, 7)) == min(peak_bytes(values, 7, kept) for kept in every)

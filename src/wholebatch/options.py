@@ -23,7 +23,8 @@ class Options(TypedDict, total=False):
         whole: names of leaves that go whole into every micro-batch although they look as if they had rows.
         sync: when gradients travel over ranks: "last", once a window; "every", with each micro-batch.
         accumulate_in: the precision of the window's sum for parameters of fewer bits, such as ``torch.float32``.
-        offload: keep what autograd saves in host memory while it waits.
+        offload: keep what autograd saves in host memory while it waits. With ``batch_norm="exact"``: what crosses
+            from stage to stage; on the CPU itself most of that is made twice instead.
         batch_norm: what BatchNorm layers in training mode do. "exact": statistics of the whole batch over all
             ranks, forward and backward, running statistics moved on once; "exact-per-rank": of each rank's share;
             "exact-lock-step": the same for a model that no graph can be made of, with the graphs of all pieces in

@@ -11,10 +11,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from wholebatch.errors import InexactError
 from wholebatch.options import Options
+from wholebatch.precision import device_of
 from wholebatch.sync import Ranks
 from wholebatch.window import Piece
 
@@ -64,5 +66,9 @@ def window_for(
         if not alone:
             raise InexactError(f'batch_norm={choice!r} serves one process, not {ranks.world} ranks. Choose "exact".')
         return WholeWindow(model, loss_fn, LockStep(inner))
-    shelf = HostShelf() if options.get("offload") else Shelf()
-    return WholeWindow(model, loss_fn, Engine(inner, shelf, Alone() if alone else statistics_over(ranks)))
+    sharing = Alone() if alone else statistics_over(ranks)
+    if not options.get("offload"):
+        return WholeWindow(model, loss_fn, Engine(inner, Shelf(), ranks=sharing))
+    if device_of(model) == torch.device("cpu"):  # which has no other memory to go to, but time to make things twice
+        return WholeWindow(model, loss_fn, Engine(inner, Shelf(), sparing=True, ranks=sharing))
+    return WholeWindow(model, loss_fn, Engine(inner, HostShelf(), ranks=sharing))

@@ -30,10 +30,13 @@ class _Alone:
         return self.operation.alone(x, *operands)
 
 
-def compare(model: nn.Module, call: Call, program: Program) -> None:
+def compare(model: nn.Module, call: Call, program: Program) -> dict[str, int]:
     """Run the module and its program on the same piece and refuse the program unless both say the same.
 
     Leaves gradients, buffers and random state as they are.
+
+    Returns:
+        The bytes of every value that crosses a cut.
 
     Raises:
         CaptureError: if an output or a gradient differs.
@@ -44,7 +47,8 @@ def compare(model: nn.Module, call: Call, program: Program) -> None:
         with AnySize(marking=False):
             expected = _probe(pytree.tree_leaves(model(*call.args, **call.kwargs)), parameters)
         state.restore()
-        found = _probe(_uncut(model, call, program), parameters)
+        results, sizes = _uncut(model, call, program)
+        found = _probe(results, parameters)
         state.restore()
     for kind, ours, theirs in zip(("output", "gradient"), found, expected, strict=True):
         difference = _distance(ours, theirs)
@@ -54,9 +58,10 @@ def compare(model: nn.Module, call: Call, program: Program) -> None:
                 "autograd functions, backward hooks and Python side effects are lost in a graph; "
                 'batch_norm="exact-lock-step" keeps them.'
             )
+    return sizes
 
 
-def _uncut(model: nn.Module, call: Call, program: Program) -> list[Any]:
+def _uncut(model: nn.Module, call: Call, program: Program) -> tuple[list[Any], dict[str, int]]:
     values: dict[str, Any] = program.arguments(call.leaves)
     values |= {f"meeting_{i}": _Alone(coupling.operation) for i, coupling in enumerate(program.couplings)}
     results: tuple[Any, ...] = ()
@@ -64,7 +69,8 @@ def _uncut(model: nn.Module, call: Call, program: Program) -> list[Any]:
         leaves = [program.bound(model, n) if n in program.captured.bound else values[n] for n in stage.inputs]
         results = stage.run(*leaves)
         values.update(zip(stage.outputs, results, strict=True))
-    return list(results[: program.results])
+    sizes = {name: value.nbytes for name in program.births if isinstance(value := values[name], Tensor)}
+    return list(results[: program.results]), sizes
 
 
 def _probe(outputs: Sequence[Any], parameters: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:

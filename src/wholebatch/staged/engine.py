@@ -75,6 +75,7 @@ class Engine:
     Args:
         model: whose parameters and buffers the stages use; the module itself, not a wrapper.
         shelf: where tensors wait that cross from stage to stage.
+        sparing: whether only those wait that cross a few cuts, and the others are made once more.
         ranks: with whom statistics are shared.
         operations: those in which rows may meet.
     """
@@ -83,10 +84,11 @@ class Engine:
         self,
         model: nn.Module,
         shelf: Shelf | None = None,
+        sparing: bool = False,
         ranks: Alone | None = None,
         operations: Mapping[Any, Reader] = OPERATIONS,
     ) -> None:
-        self.model, self.operations = model, operations
+        self.model, self.operations, self.sparing = model, operations, sparing
         self.calls: Sequence[Call] = ()
         self.shelf, self.ranks = shelf or Shelf(), ranks or Alone()
         self.pieces: list[Piece] = []
@@ -133,6 +135,7 @@ class Engine:
             meeting = self.meetings[index]
             gradient = self.ranks.sum(meeting.gradient)
             for piece in self.pieces:
+                self._regain(piece, index)
                 self._meet(piece, index, meeting, gradient)
                 self._retreat(piece, index)
 
@@ -175,7 +178,28 @@ class Engine:
         x = results[name] if name in results else self.shelf.take(piece.values[name])
         statistic = operation.partial(x)
         piece.values.update(self._shelved(results))
+        for used in stage.inputs:
+            if program.uses.get(used) == index and not self._kept(piece, used):
+                del piece.values[used]
         return statistic
+
+    def _kept(self, piece: Piece, name: str) -> bool:
+        """Tell whether a value waits for the way back: all do, or those of kept cuts and of the last span."""
+        cuts = piece.program.few
+        last_span = piece.program.births[name] > max(cuts, default=-1)
+        return not self.sparing or last_span or piece.program.crosses(name, cuts)
+
+    def _regain(self, piece: Piece, index: int) -> None:
+        """Coming back to a kept cut, make once more what lies between it and the one before."""
+        cuts = piece.program.few
+        if not self.sparing or index not in cuts:
+            return
+        first = max((cut for cut in cuts if cut < index), default=-1) + 1
+        for stage in range(first, index):
+            with torch.no_grad():
+                results = self._run(piece, stage, self._leaves(piece, stage, graph=False))
+            made = dict(zip(piece.program.stages[stage].outputs, results, strict=True))
+            piece.values.update(self._shelved({n: v for n, v in made.items() if n not in piece.values}))
 
     def _meet(self, piece: Piece, index: int, meeting: Meeting, gradient: Sequence[Tensor | None]) -> None:
         """Add what comes back to the rows of a piece through the statistic."""

@@ -53,6 +53,7 @@ class Program:
         needed: values through which a gradient may flow.
         births: the stage that makes each value; -1 for arguments.
         uses: the last stage that reads each value.
+        few: the cuts to keep where memory is short.
     """
 
     stages: tuple[Stage, ...]
@@ -63,6 +64,7 @@ class Program:
     needed: frozenset[str]
     births: Mapping[str, int]
     uses: Mapping[str, int]
+    few: frozenset[int] = frozenset()
 
     def arguments(self, leaves: Sequence[Any]) -> dict[str, Any]:
         """Name the leaves of a call."""
@@ -79,6 +81,11 @@ class Program:
     def answer(self, outputs: Sequence[Any]) -> Any:
         """Give the graph's outputs the form of the model's own answer."""
         return pytree.tree_unflatten(list(outputs), self.captured.answer)
+
+    def crosses(self, name: str, cuts: frozenset[int]) -> bool:
+        """Tell whether a value crosses one of some cuts; arguments were there before all of them."""
+        birth = self.births[name]
+        return birth < 0 or any(birth <= cut < self.uses[name] for cut in cuts)
 
     @property
     def signature(self) -> tuple[Coupling, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -12,6 +13,7 @@ from torch import nn
 from wholebatch.staged.call import Call, varying
 from wholebatch.staged.capture import CaptureError, capture
 from wholebatch.staged.compare import compare
+from wholebatch.staged.cuts import Value, least_bytes
 from wholebatch.staged.operations import OPERATIONS, Reader
 from wholebatch.staged.program import Program, cut
 
@@ -94,5 +96,7 @@ def _try(model: nn.Module, call: Call, free: dict[tuple[int, int], str], operati
 
 def _made(model: nn.Module, call: Call, free: dict[tuple[int, int], str], operations: Any) -> Program:
     program = cut(capture(model, call, free), model, operations)
-    compare(model, call, program)
-    return program
+    sizes = compare(model, call, program)
+    crossing = [Value(program.births[name], program.uses[name], size) for name, size in sizes.items()]
+    made = [value for value in crossing if value.birth >= 0 and value.last > value.birth]
+    return replace(program, few=least_bytes(made, len(program.couplings)))
