@@ -351,12 +351,6 @@ def test_a_run_on_a_gpu_is_proven_and_goes_on(texts: Path) -> None:
     assert again.summary["gradient_error"] < 1e-5 < again.summary["usual_loop_error"]
 
 
-def test_several_ranks_are_refused_for_now(texts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ConfigError, match="WORLD_SIZE is 2"):
-        run(config(texts))
-
-
 def test_a_device_that_is_not_there_is_refused(texts: Path) -> None:
     with pytest.raises(ConfigError, match="device is 'cupboard', which cannot be used here"):
         run(config(texts, device="cupboard"))

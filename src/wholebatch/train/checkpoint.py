@@ -49,14 +49,15 @@ class Checkpoint:
     config: dict[str, Any]
     data: str
 
-    def restore(self, model: nn.Module) -> dict[str, Any]:
-        """Load the weights into a model and return the state that was saved beside them.
+    def restore(self, model: nn.Module | None) -> dict[str, Any]:
+        """Load the weights into a model, if they lie in one file, and return the state that was saved beside them.
 
         Raises:
             RunError: if the weights are those of another model, or the state is not plain data.
         """
         try:
-            load_model(model, str(self.folder / WEIGHTS))
+            if model is not None:
+                load_model(model, str(self.folder / WEIGHTS))
             state: dict[str, Any] = torch.load(self.folder / STATE, map_location="cpu", weights_only=True)
         except (RuntimeError, SafetensorError, UnpicklingError) as error:
             first = " ".join(str(error).split())[:300]
@@ -66,7 +67,7 @@ class Checkpoint:
 
 def save(
     run: Path,
-    model: nn.Module,
+    model: nn.Module | None,
     state: dict[str, Any],
     about: dict[str, Any],
     export: Callable[[Path], None] | None = None,
@@ -75,7 +76,7 @@ def save(
 
     Args:
         run: the run folder.
-        model: whose weights are saved.
+        model: whose weights are saved; None if `export` writes them.
         state: tensors and plain values.
         about: step, config and data, as `Checkpoint` has them.
         export: writes further files into the folder.
@@ -87,8 +88,8 @@ def save(
     with _cleaned(new, int(about["step"])):
         shutil.rmtree(new, ignore_errors=True)
         new.mkdir(parents=True)
-        # save_model, not save_file: tied weights are stored once.
-        save_model(model, str(new / WEIGHTS), metadata={"format": "pt"})
+        if model is not None:  # save_model, not save_file: tied weights are stored once.
+            save_model(model, str(new / WEIGHTS), metadata={"format": "pt"})
         torch.save(state, new / STATE)
         if export is not None:
             export(new)
@@ -106,6 +107,11 @@ def save(
         new.rename(current)
         _sync(run)
     shutil.rmtree(old, ignore_errors=True)
+
+
+def unfinished(run: Path) -> Path:
+    """Return where the checkpoint that is being written lies."""
+    return run / "checkpoint.new"
 
 
 def read(run: Path) -> Checkpoint | None:

@@ -94,6 +94,8 @@ class Config:
     """Of the first weights, the order of the rows and all other draws."""
     device: str = "auto"
     """Where to train: auto, cpu, cuda, cuda:1 ..."""
+    parallel: Literal["ddp", "fsdp"] = "ddp"
+    """How the processes that torchrun starts share the model: each holds all of it, or a shard (torch 2.8 or newer)."""
 
     out: Path | None = None
     """The run folder. Left out: a new one under runs/."""

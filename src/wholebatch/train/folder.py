@@ -21,10 +21,11 @@ class RunFolder:
 
     Args:
         path: the folder; made when something is written.
+        writes: whether this process writes; one of several does.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, writes: bool = True) -> None:
+        self.path, self.writes = path, writes
         self._metrics = path / METRICS
 
     @classmethod
@@ -45,7 +46,7 @@ class RunFolder:
         return folder
 
     @classmethod
-    def reopen(cls, path: Path) -> tuple[RunFolder, Config]:
+    def reopen(cls, path: Path, writes: bool = True) -> tuple[RunFolder, Config]:
         """Find a run that was begun, and its config.
 
         Raises:
@@ -55,7 +56,7 @@ class RunFolder:
             raise RunError(f"{path} holds no run: {CONFIG} is missing. Begin one with: wholebatch train --out {path}.")
         if (path / SUMMARY).exists():
             raise RunError(f"The run in {path} has ended: {SUMMARY} is there. Begin another one.")
-        return cls(path), settings.load(path / CONFIG)
+        return cls(path, writes), settings.load(path / CONFIG)
 
     def append(self, record: dict[str, Any]) -> None:
         """Add one line to the metrics.
@@ -63,6 +64,8 @@ class RunFolder:
         Raises:
             RunError: if the disk is full; what was written before stays.
         """
+        if not self.writes:
+            return
         try:
             # Opened and closed a step: what a killed run wrote is then in the system's hands, not in a buffer of ours.
             with self._metrics.open("a", encoding="utf-8") as file:
@@ -96,6 +99,8 @@ class RunFolder:
 
     def _write(self, name: str, text: str) -> None:
         """Write a file whole, or leave it as it was."""
+        if not self.writes:
+            return
         part = self.path / f"{name}.part"
         try:
             self.path.mkdir(parents=True, exist_ok=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import time
 from collections.abc import Sequence
@@ -9,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -17,9 +19,10 @@ from wholebatch.arrangement import counted
 from wholebatch.memory import is_out_of_memory
 from wholebatch.train.config import Config
 from wholebatch.train.errors import ConfigError, RunError
-from wholebatch.train.machine import bytes_in, device_named, peak_memory_bytes, room
+from wholebatch.train.machine import bytes_in, peak_memory_bytes, room
 from wholebatch.train.order import Order
 from wholebatch.train.task import Tally, Task
+from wholebatch.train.team import Team
 from wholebatch.train.words import DEFAULT_BATCH
 
 
@@ -64,16 +67,19 @@ class Learner:
     Args:
         config: settled by `words.translate`.
         task: what to learn.
+        team: who learns it together.
     """
 
-    def __init__(self, config: Config, task: Task) -> None:
-        self.task = task
+    def __init__(self, config: Config, task: Task, team: Team | None = None) -> None:
+        self.task, self.team = task, team or Team()
         self.order = Order(len(task.train), config.batch_size or DEFAULT_BATCH, config.seed)
         self.steps = config.steps or config.epochs * self.order.steps_per_epoch
-        self.device = device_named(config.device)
+        self.device = self.team.device(config.device)
         self.model = task.model.to(self.device)
         if config.checkpoint:
             task.checkpoint()
+        self.plain = copy.deepcopy(self.model) if self.team.sharded else self.model
+        shared = self.team.share(self.model)
         if config.offload and self.device.type == "cpu":
             raise ConfigError(
                 "offload is on, but the model is on the cpu: all that autograd saves is on the host already."
@@ -85,7 +91,7 @@ class Learner:
         self.schedule = LambdaLR(self.optimizer, Rate(config.warmup, self.steps, config.schedule == "cosine"))
         self.tally = Tally(task)
         self.step = wb.Step(
-            self.model,
+            shared,
             self.optimizer,
             task.loss,
             micro_batch_size=size_of(config, task, self.device),
@@ -97,13 +103,18 @@ class Learner:
         self.taken = 0
 
     @property
+    def rows(self) -> int:
+        """How many rows the steps so far held, over all processes."""
+        return self.order.rows_before(self.taken)
+
+    @property
     def size(self) -> int | wb.Tokens:
         """Where batches are cut now: rows, or padded tokens."""
         size = self.step.micro_batch_size
         return size.size if isinstance(size, wb.Auto) else self.task.size
 
     def advance(self) -> dict[str, Any]:
-        """Take one step and return what to tell of it.
+        """Take one step and return what to tell of it; rows and tokens are those of all processes.
 
         Raises:
             RunError: if the loss or the gradient is not finite, or memory runs out; the weights are those before it.
@@ -122,6 +133,8 @@ class Learner:
             raise RunError(self._out_of_memory(error)) from error
         seconds = time.perf_counter() - begun
         self.taken += 1
+        counted = self.team.total(result.rows, self.tally.real, self.tally.padded, self.tally.retries)
+        rows, real, padded, retries = map(int, counted)
         return {
             "step": self.taken,
             "epoch": round(self.taken / self.order.steps_per_epoch, 4),
@@ -131,42 +144,53 @@ class Learner:
             "grad_norm": result.grad_norm,
             "stepped": result.stepped,
             "reason": result.reason,
-            "rows": result.rows,
+            "rows": rows,
             "pieces": self.tally.pieces,
-            "retries": self.tally.retries,
-            "tokens": self.tally.real,
-            "padding": 1 - self.tally.real / self.tally.padded,
+            "retries": retries,
+            "tokens": real,
+            "padding": 1 - real / padded,
             "seconds": round(seconds, 4),
-            "tokens_per_second": round(self.tally.real / seconds, 1),
+            "tokens_per_second": round(real / seconds, 1),
             "peak_memory_bytes": peak_memory_bytes(self.device),
         }
 
     def measure(self) -> dict[str, float]:
-        """Measure the held-out rows, without dropout."""
-        self.model.eval()
-        measured = self.task.measure(self.model)
-        self.model.train()
+        """Measure the held-out rows, without dropout; one process does, and tells the others."""
+        model = self.whole()
+        model.eval()
+        measured = self.team.by_first(lambda: self.task.measure(model))
+        model.train()
         return measured
+
+    def whole(self) -> nn.Module:
+        """Return the model in one piece; where it lies in shards, a copy that is current on the first process."""
+        if self.team.sharded:
+            from wholebatch.train.shards import whole
+
+            return whole(self.model, self.plain)
+        return self.model
 
     def state_dict(self) -> dict[str, Any]:
         """Return all but the weights that decides the next step; tensors and plain values."""
         return {
             "taken": self.taken,
-            "optimizer": self.optimizer.state_dict(),
+            "optimizer": None if self.team.sharded else self.optimizer.state_dict(),
             "schedule": self.schedule.state_dict(),
             "step": self.step.state_dict(),
-            "draws": torch.get_rng_state(),
+            "draws": self.team.each(torch.get_rng_state()),
             "device_draws": torch.cuda.get_rng_state_all() if self.device.type == "cuda" else [],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from where `state_dict` was called; the weights come from elsewhere."""
         self.taken = state["taken"]
-        self.optimizer.load_state_dict(state["optimizer"])
+        if state["optimizer"] is not None:
+            self.optimizer.load_state_dict(state["optimizer"])
         self.schedule.load_state_dict(state["schedule"])
         self.step.load_state_dict(state["step"])
         # Last, since what stands above may draw.
-        torch.set_rng_state(state["draws"])
+        if self.team.rank < len(state["draws"]):
+            torch.set_rng_state(state["draws"][self.team.rank])
         if state["device_draws"] and self.device.type == "cuda":
             torch.cuda.set_rng_state_all(state["device_draws"])
 
@@ -183,4 +207,10 @@ class Learner:
         )
 
     def _batch(self, step: int) -> Sequence[Any]:
-        return [self.task.train[row] for row in self.order.batch(step)]
+        rows, size = self.order.batch(step), self.task.size
+        mine = self.team.deal(rows, lambda: self._lengths(rows), size)
+        return [self.task.train[row] for row in mine]
+
+    def _lengths(self, rows: Sequence[int]) -> Sequence[int]:
+        size = self.task.size
+        return size.lengths(self.task.train[row] for row in rows) if isinstance(size, wb.Tokens) else []

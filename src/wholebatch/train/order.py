@@ -53,6 +53,11 @@ class Order:
         start = place * self.batch_size
         return _shuffled(self.rows, self.seed, epoch)[start : start + self.batch_size]
 
+    def rows_before(self, step: int) -> int:
+        """Return how many rows the steps before this one hold together."""
+        epoch, place = divmod(step, self.steps_per_epoch)
+        return epoch * self.rows + place * self.batch_size
+
     def __str__(self) -> str:
         full, rest = divmod(self.rows, self.batch_size)
         last = f" + 1 of {rest}" if rest else ""

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from signal import SIGTERM
 from typing import Any
 
 import torch
+from torch import nn
 
 import wholebatch as wb
 from wholebatch.train import checkpoint, display, words
 from wholebatch.train.checkpoint import Checkpoint
 from wholebatch.train.classify import Classify
-from wholebatch.train.config import Config, absolute, plain
+from wholebatch.train.config import Config, absolute, dump, plain
 from wholebatch.train.display import Display
 from wholebatch.train.errors import ConfigError, RunError
 from wholebatch.train.folder import RunFolder
@@ -25,6 +26,7 @@ from wholebatch.train.machine import in_words, peak_memory_bytes
 from wholebatch.train.proof import Proof, prove
 from wholebatch.train.signals import Request
 from wholebatch.train.task import Task
+from wholebatch.train.team import Team, display_of, gathered, interrupted_run
 from wholebatch.train.text import Text
 
 EXACT = 1e-5
@@ -63,15 +65,15 @@ def train(config: Config, shown: Display | None = None) -> Outcome:
         DataError: for data that cannot be used.
         RunError: for a run folder that cannot be used, or a step that cannot be taken.
     """
-    _refuse_several_ranks()
     shown = shown or display.choose()
-    try:
-        run = _begin(config, shown) if config.resume is None else _resume(config, config.resume, shown)
-        with Request() as request:
-            run.learn(request)
-        return run.stopped(request.signal) if request.signal is not None else run.finish()
-    finally:
-        shown.close()
+    with gathered(config.parallel, config.device) as team:
+        try:
+            run = _opened(config, display_of(team, shown), team)
+            with Request() as request:
+                run.learn(request)
+            return run.stopped(request.signal) if run.ends(request) else run.finish()
+        finally:
+            shown.close()
 
 
 class Run:
@@ -86,6 +88,7 @@ class Run:
 
     def __init__(self, config: Config, learner: Learner, folder: RunFolder, shown: Display) -> None:
         self.config, self.learner, self.folder, self.shown = config, learner, folder, shown
+        self.team = learner.team
         self.before: dict[str, float] = {}
         self.seconds = 0.0
         self.data = learner.task.fingerprint()
@@ -113,7 +116,11 @@ class Run:
                 f"{saved.folder} was trained on other rows than {self.learner.task.origin}. Bring the data back as it "
                 "was, or start a new run."
             )
-        state = saved.restore(self.learner.model)
+        state = saved.restore(None if self.team.sharded else self.learner.model)
+        if self.team.sharded:
+            from wholebatch.train import shards  # loads torch's distributed checkpoints, which few runs need
+
+            shards.read(saved.folder, self.learner.model, self.learner.optimizer)
         self.learner.load_state_dict(state["learner"])
         self.before, self.seconds = state["before"], state["seconds"]
 
@@ -122,7 +129,7 @@ class Run:
         self.learner.model.train()
         begun, first = time.monotonic() - self.seconds, self.learner.taken
         started = time.monotonic()
-        while self.learner.taken < self.learner.steps and request.signal is None:
+        while self.learner.taken < self.learner.steps and not self.ends(request):
             record = self.learner.advance()
             self.seconds = time.monotonic() - begun
             self.folder.append(record)
@@ -134,36 +141,62 @@ class Run:
             if left == 0 or self.learner.taken % self.config.save_every == 0:
                 self.save()
 
+    def ends(self, request: Request) -> bool:
+        """Tell whether any process was asked to end."""
+        return self.team.total(float(request.signal is not None)) != [0.0]
+
     def save(self) -> None:
         """Write a checkpoint of the state after the last step."""
         state = {"learner": self.learner.state_dict(), "before": self.before, "seconds": self.seconds}
         about = {"step": self.learner.taken, "config": plain(self.config), "data": self.data}
-        checkpoint.save(self.folder.path, self.learner.model, state, about, self.learner.task.export)
+        whole = None if self.team.sharded else self.learner.model
+        if self.team.first:
+            checkpoint.save(self.folder.path, whole, state, about, self._export)
+        elif self.team.sharded:
+            self._write_shards(checkpoint.unfinished(self.folder.path))
+        self.team.by_first(lambda: None)  # nobody goes on before all is on disk
 
-    def stopped(self, signal: int) -> Outcome:
+    def _export(self, folder: Path) -> None:
+        """Write what stands beside the state, by the first process; the others bring their shards."""
+        if self.team.sharded:
+            self._write_shards(folder)
+        self.learner.task.export(folder)
+
+    def _write_shards(self, folder: Path) -> None:
+        from wholebatch.train import shards
+
+        self.team.by_first(lambda: None)  # the folder is there from now on
+        shards.write(folder, self.learner.model, self.learner.optimizer)
+
+    def stopped(self, signal: int | None) -> Outcome:
         """Save, and say how to go on."""
         self.save()
         self.shown.note("stopped", f"after step {self.learner.taken} of {self.learner.steps}, as asked.")
         self.shown.note("go on", f"wholebatch train --resume {self.folder.path}")
-        return Outcome(self.folder.path, signal=signal)
+        return Outcome(self.folder.path, signal=signal or SIGTERM)
 
     def finish(self) -> Outcome:
         """Measure again, show a sample, prove the gradient, and write the summary."""
         after = self.learner.measure()
         self._tell_measure("after", after)
-        self.learner.model.eval()
-        sample = self.learner.task.sample(self.learner.model)
+        summary = self.team.by_first(lambda: self._ended(after))
+        return Outcome(self.folder.path, summary)
+
+    def _ended(self, after: dict[str, float]) -> dict[str, Any]:
+        model = self.learner.plain  # current on the first process since it was measured
+        model.eval()
+        sample = self.learner.task.sample(model)
         if sample is not None:
             self.shown.note("sample", sample)
-        proof = self._prove() if self.config.proof else None
+        proof = self._prove(model) if self.config.proof else None
         summary = self._summary(after, sample, proof)
         self.folder.summarise(summary)
         self.shown.note("run", str(self.folder.path))
-        return Outcome(self.folder.path, summary)
+        return summary
 
-    def _prove(self) -> Proof:
+    def _prove(self, model: nn.Module) -> Proof:
         batch = self.learner.task.held[: self.learner.order.batch_size]
-        proof = prove(self.learner.task, self.learner.model, batch, self.learner.size)
+        proof = prove(self.learner.task, model, batch, self.learner.size)
         how = f"{proof.rows} held-out rows in {proof.pieces} pieces, against one backward of them all in float64"
         equal = "\nAll pieces count the same here, so the usual loop is right too." if proof.usual < EXACT else ""
         self.shown.note("proof", f"{proof}\n{how}{equal}")
@@ -172,7 +205,7 @@ class Run:
     def _summary(self, after: dict[str, float], sample: str | None, proof: Proof | None) -> dict[str, Any]:
         return {
             "steps": self.learner.taken,
-            "rows": self.learner.step.rows,
+            "rows": self.learner.rows,
             "seconds": round(self.seconds, 2),
             "held_out_before": self.before,
             "held_out_after": after,
@@ -182,6 +215,7 @@ class Run:
             "proof": asdict(proof) if proof else None,
             "peak_memory_bytes": peak_memory_bytes(self.learner.device),
             "device": in_words(self.learner.device),
+            "processes": self.team.world,
             "versions": {"wholebatch": wb.__version__, "torch": torch.__version__, "python": platform.python_version()},
         }
 
@@ -189,21 +223,31 @@ class Run:
         self.shown.note("held out", f"{self.learner.task.told(measured)} {when} training")
 
 
-def _begin(config: Config, shown: Display) -> Run:
+def _opened(config: Config, shown: Display, team: Team) -> Run:
+    if config.resume is not None:
+        return _resume(config, config.resume, shown, team)
+    path = team.by_first(
+        lambda: interrupted_run(config.out, dump(absolute(replace(words.translate(config), out=None))))
+    )
+    return _begin(config, shown, team) if path is None else _resume(Config(resume=path), path, shown, team)
+
+
+def _begin(config: Config, shown: Display, team: Team) -> Run:
     # Everything that can be refused is refused before the folder is made, so that a mistake leaves nothing behind.
     settled = absolute(replace(words.translate(config), out=None))
-    learner = _learner(settled)
-    run = Run(settled, learner, RunFolder.create(config.out, settled), shown)
+    learner = _learner(settled, team)
+    path = team.by_first(lambda: RunFolder.create(config.out, settled).path)
+    run = Run(settled, learner, RunFolder(path, team.first), shown)
     _introduce(run, words.spoken(config))
     run.measure_first()
     return run
 
 
-def _resume(config: Config, path: Path, shown: Display) -> Run:
+def _resume(config: Config, path: Path, shown: Display, team: Team) -> Run:
     if config != Config(resume=path):
         changed = ", ".join(key for key in plain(config) if getattr(config, key) != getattr(Config(resume=path), key))
         raise ConfigError(f"A resumed run keeps its settings, but {changed} was given too. Leave it out.")
-    folder, settled = RunFolder.reopen(path)
+    folder, settled = RunFolder.reopen(path, team.first)
     saved = checkpoint.read(path)
     # A run that took more steps than it saves after has had a checkpoint; without it, beginning anew would lose work.
     if saved is None and folder.last_step() > settled.save_every:
@@ -211,7 +255,7 @@ def _resume(config: Config, path: Path, shown: Display) -> Run:
         raise RunError(
             f"{path} took {steps} steps, but has no checkpoint. Bring {path / 'checkpoint'} back, or begin anew."
         )
-    run = Run(settled, _learner(settled), folder, shown)
+    run = Run(settled, _learner(settled, replace(team, parallel=settled.parallel)), folder, shown)
     _introduce(run, spoken="")
     if saved is None:
         folder.rewind(0)
@@ -224,10 +268,13 @@ def _resume(config: Config, path: Path, shown: Display) -> Run:
     return run
 
 
-def _learner(config: Config) -> Learner:
+def _learner(config: Config, team: Team) -> Learner:
     # Before the task, since the task draws the first weights.
     torch.manual_seed(config.seed)
-    return Learner(config, TASKS[config.task](config))
+    learner = Learner(config, TASKS[config.task](config), team)
+    if team.rank:  # the first process draws as one alone would
+        torch.manual_seed(config.seed * 1_000_003 + team.rank)
+    return learner
 
 
 def _introduce(run: Run, spoken: str) -> None:
@@ -242,13 +289,9 @@ def _introduce(run: Run, spoken: str) -> None:
     if run.config.memory is not None:
         batch += f", smaller where {run.config.memory} would not do"
     run.shown.note("batch", f"{batch} (from {spoken})" if spoken else batch)
+    if run.team.world > 1:
+        run.shown.note(
+            "ranks", f"{run.team.world} processes, {run.config.parallel}; each batch dealt out by its tokens"
+        )
     run.shown.note("epoch", f"{order}; {steps:,} steps = {steps / order.steps_per_epoch:.4g} epochs")
     run.shown.note("run", str(run.folder.path))
-
-
-def _refuse_several_ranks() -> None:
-    world = int(os.environ.get("WORLD_SIZE", "1"))
-    if world > 1:
-        raise ConfigError(
-            f"WORLD_SIZE is {world}, but wholebatch train runs in one process so far: leave torchrun out."
-        )
