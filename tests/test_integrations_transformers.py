@@ -583,3 +583,36 @@ def test_dropout_draws_anew_and_measuring_leaves_no_trace(tmp_path: Path) -> Non
     )
     for ours, reference in zip(measured, declared, strict=True):
         assert_same_gradient(ours, reference, tol=0)
+
+
+@pytest.mark.parametrize("kind", ["GPT2LMHeadModel", "BertForTokenClassification", "MixtralForCausalLM"])
+def test_bfloat16_autocast_comes_as_near_as_one_piece(kind: str, tmp_path: Path) -> None:
+    changes, rows = (CLASSES, texts(classes=3)) if "Bert" in kind else ({}, texts())
+    model = tiny(kind, **changes)
+    run = Run(exact(transformers.Trainer), model, rows, tmp_path, bf16=True)
+    for ours, reference in zip(run.gradients.steps, references(model, rows), strict=True):
+        assert_same_gradient(ours, reference, tol=2e-2)
+
+
+def test_the_sft_trainer_of_trl(tmp_path: Path) -> None:
+    trl, datasets, pyarrow = (pytest.importorskip(name) for name in ("trl", "datasets", "pyarrow"))
+    model, rows, gradients = tiny("GPT2LMHeadModel"), texts(), Gradients()
+    settings = {"train_sampling_strategy": "sequential", "remove_unused_columns": False, "shuffle_dataset": False}
+    settings |= {"dataset_kwargs": {"skip_prepare_dataset": True}, "bf16": False, "gradient_checkpointing": False}
+    settings |= {"learning_rate": 0.0, "max_grad_norm": 0.0, "num_train_epochs": 1, "save_strategy": "no"}
+    shape = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 8}
+    tokenizers = pytest.importorskip("tokenizers")
+    words = tokenizers.models.WordLevel({f"w{i}": i for i in range(VOCABULARY)}, unk_token="w0")
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizers.Tokenizer(words), pad_token="w0", eos_token="w0"
+    )
+    exact(trl.SFTTrainer)(
+        model=copy.deepcopy(model),
+        args=trl.SFTConfig(str(tmp_path), use_cpu=True, report_to=[], disable_tqdm=True, **shape, **settings),
+        train_dataset=datasets.Dataset(pyarrow.Table.from_pylist(rows), fingerprint="rows"),
+        data_collator=padded,
+        processing_class=tokenizer,
+        callbacks=[gradients],
+    ).train()
+    for ours, reference in zip(gradients.steps, references(model, rows, meant), strict=True):
+        assert_same_gradient(ours, reference)
