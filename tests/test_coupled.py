@@ -1,0 +1,272 @@
+"""Losses over all rows in two passes: what is kept, what is counted once, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+import random
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import wholebatch as wb
+from tests.oracle import assert_differs, assert_same_gradient, gradients_of, whole_batch
+
+
+class Net(nn.Module):
+    """Two towers, one of them normalised and with dropout, and a temperature."""
+
+    def __init__(self, norm: bool = False, drop: float = 0.0) -> None:
+        super().__init__()
+        middle = nn.BatchNorm1d(6) if norm else nn.Identity()
+        self.left = nn.Sequential(nn.Linear(4, 6), middle, nn.Tanh(), nn.Dropout(drop), nn.Linear(6, 3))
+        self.right = nn.Linear(5, 3)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.encoded = 0
+
+    def forward(self, left: torch.Tensor, right: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        self.encoded += 1
+        return self.left(left), self.right(right)
+
+
+def net(**options: Any) -> Net:
+    torch.manual_seed(1)
+    return Net(**options).double()
+
+
+def rows(count: int = 10) -> tuple[torch.Tensor, torch.Tensor]:
+    torch.manual_seed(2)
+    return torch.randn(count, 4).double(), torch.randn(count, 5).double()
+
+
+def encode(model: nn.Module, pair: Any) -> Any:
+    return model(*pair)
+
+
+TOWERS = [lambda model, pair: model.left(pair[0]), lambda model, pair: model.right(pair[1])]
+
+
+def contrast(model: nn.Module) -> Any:
+    def loss(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        similar = model.scale.exp() * F.normalize(left, dim=1) @ F.normalize(right, dim=1).T
+        return F.cross_entropy(similar, torch.arange(len(left)))
+
+    return loss
+
+
+def meant(model: nn.Module, pair: Any) -> torch.Tensor:
+    return contrast(model)(*model(*pair))
+
+
+@pytest.mark.parametrize("encoder", [encode, TOWERS], ids=["one function", "one a tower"])
+@pytest.mark.parametrize("size", [1, 4, 10])
+def test_towers_may_be_encoded_together_or_one_after_another(encoder: Any, size: int) -> None:
+    model, pair = net(), rows()
+    result = wb.coupled_backward(model, encoder, contrast(model), pair, micro_batch_size=size)
+    reference = whole_batch(net(), meant, pair)
+    assert_same_gradient(model, reference)
+    assert result.loss.item() == pytest.approx(reference.loss.item(), rel=1e-12)
+    assert (result.rows, result.micro_batches) == (10, -(-10 // size))
+
+
+@pytest.mark.parametrize(("size", "passes"), [(10, 1), (5, 3), (3, 7)])
+def test_the_last_piece_is_encoded_once_and_every_other_twice(size: int, passes: int) -> None:
+    model = net()
+    wb.coupled_backward(model, encode, contrast(model), rows(), micro_batch_size=size)
+    assert model.encoded == passes
+
+
+@pytest.mark.parametrize("size", [1, 4, 10])
+def test_batch_norm_in_the_encoder_sees_the_whole_batch_too(size: int) -> None:
+    model, pair = net(norm=True), rows()
+    reference = whole_batch(net(norm=True), meant, pair)
+    wb.coupled_backward(model, encode, contrast(model), pair, micro_batch_size=size, batch_norm="exact")
+    assert_same_gradient(model, reference)
+    for name, buffer in reference.model.named_buffers():
+        assert torch.allclose(model.get_buffer(name), buffer, rtol=1e-12), name
+
+
+class Shared(nn.Module):
+    """One encoder with BatchNorm for both sides, called for each: two updates of its statistics a batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.body(x)
+        return out
+
+
+def distance(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    return torch.cdist(left, right).logsumexp(1).mean()
+
+
+def test_one_normalised_encoder_for_two_sides_keeps_the_statistics_of_each() -> None:
+    torch.manual_seed(3)
+    model = Shared().double()
+    pair = torch.randn(9, 4).double(), torch.randn(9, 4).double() * 3 + 1
+    reference = whole_batch(model, lambda m, pair: distance(m(pair[0]), m(pair[1])), pair)
+    towers = [lambda m, pair: m(pair[0]), lambda m, pair: m(pair[1])]
+    wb.coupled_backward(model, towers, distance, pair, micro_batch_size=4, batch_norm="exact")
+    assert_same_gradient(model, reference)
+    for name, buffer in reference.model.named_buffers():
+        assert torch.allclose(model.get_buffer(name), buffer, rtol=1e-12), name
+    assert model.body[1].num_batches_tracked == 2
+
+
+def test_batch_norm_in_the_encoder_needs_a_choice() -> None:
+    model = net(norm=True)
+    with pytest.raises(wb.InexactError, match=r"BatchNorm.*left"):
+        wb.coupled_backward(model, encode, contrast(model), rows(), micro_batch_size=4)
+
+
+@pytest.mark.parametrize("choice", ["micro", "pooled"])
+def test_buffers_are_updated_by_the_first_pass_alone(choice: Any) -> None:
+    model, plain, pair = net(norm=True, drop=0.3), net(norm=True, drop=0.3), rows()
+    wb.coupled_backward(model, encode, contrast(model), pair, micro_batch_size=4, batch_norm=choice)
+    for piece in zip(*(side.split(4) for side in pair), strict=True):
+        plain(*piece)
+    counted = {"micro": 3, "pooled": 1}[choice]
+    assert model.left[1].num_batches_tracked == counted
+    if choice == "micro":
+        assert torch.equal(model.left[1].running_mean, plain.left[1].running_mean)
+
+
+def test_draws_of_every_kind_are_repeated() -> None:
+    model, pair = net(drop=0.5), rows()
+
+    def noisy(model: nn.Module, pair: Any) -> Any:
+        left, right = model(pair[0] + torch.randn_like(pair[0]), pair[1] * (1 + random.random()))
+        said.append((left.detach().clone(), right.detach().clone()))
+        return left, right
+
+    said: list[Any] = []
+    wb.coupled_backward(model, noisy, contrast(model), pair, micro_batch_size=4)
+    first, again = said[:2], said[3:]
+    for one, two in zip(first, again, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
+
+
+def test_draws_that_nobody_can_repeat_are_refused() -> None:
+    model, generator = net(), torch.Generator().manual_seed(0)
+
+    def noisy(model: nn.Module, pair: Any) -> Any:
+        return model(pair[0] + torch.randn(pair[0].shape, generator=generator, dtype=torch.float64), pair[1])
+
+    with pytest.raises(wb.InexactError, match="a second time says something else"):
+        wb.coupled_backward(model, noisy, contrast(model), rows(), micro_batch_size=4)
+    assert set(gradients_of(model).values()) == {None}
+
+
+def test_rows_put_in_order_of_length_meet_the_loss_in_the_batch_s_order() -> None:
+    torch.manual_seed(5)
+    model = nn.Linear(3, 2).double()
+    lengths = [5, 1, 4, 2, 7, 3]
+    samples = [torch.randn(length, 3).double() for length in lengths]
+    weights = torch.arange(1.0, 7.0).double()
+
+    def encode_rows(model: nn.Module, piece: list[torch.Tensor]) -> torch.Tensor:
+        return torch.stack([model(sample).mean(0) for sample in piece])
+
+    def ordered(encoded: torch.Tensor) -> torch.Tensor:
+        return (encoded.sum(1) * weights).sum().square()
+
+    size = wb.Tokens(9, length=len)
+    reference = whole_batch(model, lambda m, samples: ordered(encode_rows(m, samples)), samples)
+    result = wb.coupled_backward(model, encode_rows, ordered, samples, micro_batch_size=size, collate=list)
+    assert result.micro_batches > 1
+    assert_same_gradient(model, reference)
+
+
+def test_a_scaler_scales_and_bf16_sums_may_be_wider() -> None:
+    model, pair = net().float(), tuple(side.float() for side in rows())
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    wb.coupled_backward(model, encode, contrast(model), pair, micro_batch_size=3, scaler=scaler)
+    reference = whole_batch(net(), meant, rows())
+    scaled = {name: 1024 * gradient for name, gradient in reference.gradients.items() if gradient is not None}
+    assert_same_gradient(model, scaled, tol=2e-6)
+
+    errors = []
+    for wide in (None, torch.float32):
+        half = nn.Linear(4, 3, bias=False).to(torch.bfloat16)
+        torch.manual_seed(0)
+        half.weight.data.normal_()
+        many = torch.randn(256, 4)
+        loss = lambda encoded: encoded.float().square().mean().sqrt()  # noqa: E731
+        wb.coupled_backward(
+            half, lambda m, x: m(x), loss, many.to(torch.bfloat16), micro_batch_size=1, accumulate_in=wide
+        )
+        truth = whole_batch(half, lambda m, x: loss(m(x)), many.to(torch.bfloat16).double())
+        expected = truth.gradients["weight"]
+        assert expected is not None and half.weight.grad is not None
+        errors.append(float((half.weight.grad.double() - expected).norm() / expected.norm()))
+    assert errors[1] < 0.5 * errors[0]
+
+
+def test_terms_and_metrics_come_back() -> None:
+    model, pair = net(), rows()
+
+    def loss(left: torch.Tensor, right: torch.Tensor) -> Any:
+        distance = (left - right).square().sum(1)
+        terms = {"near": wb.mean(distance, distance > 1), "spread": 0.1 * wb.total(left.var(0))}
+        return terms, {"right": (distance < 2).float()}
+
+    result = wb.coupled_backward(model, encode, loss, pair, micro_batch_size=3)
+
+    def whole(model: nn.Module, pair: Any) -> torch.Tensor:
+        left, right = model(*pair)
+        distance = (left - right).square().sum(1)
+        return distance[distance > 1].mean() + 0.1 * left.var(0).sum()
+
+    reference = whole_batch(net(), whole, pair)
+    assert_same_gradient(
+        {k: g for k, g in gradients_of(model).items() if g is not None},
+        {k: g for k, g in reference.gradients.items() if g is not None},
+    )
+    assert set(result.terms) == {"near", "spread"} and set(result.metrics) == {"right"}
+    assert result.loss.item() == pytest.approx(reference.loss.item(), rel=1e-12)
+
+
+def test_a_failure_leaves_gradients_as_they_were() -> None:
+    model = net()
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+
+    def fails(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        raise ArithmeticError("mine")
+
+    with pytest.raises(ArithmeticError, match="mine"):
+        wb.coupled_backward(model, encode, fails, rows(), micro_batch_size=4)
+    assert all(torch.equal(p.grad, torch.ones_like(p)) for p in model.parameters() if p.grad is not None)
+
+
+@pytest.mark.parametrize(
+    ("encoder", "reason"),
+    [
+        (lambda m, pair: m(*pair)[0].mean(), r"rows on its first dimension"),
+        (lambda m, pair: {"a": m(*pair)[0], "b": 3}, r"encode returned int"),
+        (lambda m, pair: (), r"returned"),
+    ],
+    ids=["one number", "no tensor", "nothing"],
+)
+def test_what_encode_may_not_return_is_refused_with_its_shape(encoder: Any, reason: str) -> None:
+    model = net()
+    with pytest.raises(wb.LossError, match=reason):
+        wb.coupled_backward(model, encoder, lambda *encoded: encoded[0].sum(), rows(), micro_batch_size=4)
+
+
+def test_sizes_that_change_by_themselves_are_refused() -> None:
+    model = net()
+    with pytest.raises(wb.InexactError, match="Auto"):
+        wb.coupled_backward(model, encode, contrast(model), rows(), micro_batch_size=wb.Auto(4))
+
+
+def test_the_usual_mean_of_the_pieces_losses_is_another_gradient() -> None:
+    model, pair = net(), rows()
+    naive = copy.deepcopy(model)
+    for piece in zip(*(side.split(5) for side in pair), strict=True):
+        (meant(naive, piece) / 2).backward()
+    assert_differs(naive, whole_batch(model, meant, pair), by=0.05)
