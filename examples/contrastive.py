@@ -35,8 +35,7 @@ def contrast(model: Towers, questions: Tensor, answers: Tensor) -> Tensor:
 
 def main() -> None:
     torch.manual_seed(0)
-    topics = torch.randint(0, 400, (256, 1)) + torch.randint(0, 100, (256, 12))
-    batch = topics[:, :6], topics[:, 6:]
+    batch = (torch.randint(0, 400, (256, 1)) + torch.randint(0, 100, (256, 12))).split(6, dim=1)
     model = Towers()
     whole, usual, step = copy.deepcopy(model), copy.deepcopy(model), torch.optim.AdamW(model.parameters(), lr=3e-3)
 
@@ -46,7 +45,7 @@ def main() -> None:
     towers = [questions, answers]
     for number in range(30):
         result = wb.coupled_backward(model, towers, lambda *rows: contrast(model, *rows), batch, micro_batch_size=16)
-        if number == 0:
+        if not number:
             ours, true, off = (torch.cat([p.grad.flatten() for p in m.parameters()]) for m in (model, whole, usual))
         if number % 10 == 9:
             print(f"step {number + 1:2}: loss {float(result.loss):.3f} over {len(batch[0])} negatives")
