@@ -122,6 +122,28 @@ def test_a_batch_can_be_planned_in_tokens() -> None:
     assert smaller.choices[-1].pieces > found.choices[-1].pieces
 
 
+def test_a_way_that_keeps_as_much_is_not_weighed() -> None:
+    """Layers alone keep their input, which is what a checkpoint would have to keep."""
+    stack = nn.Sequential(*[nn.Linear(64, 64) for _ in range(4)])
+    assert [way.way for way in plan(stack, squares, ROWS).measured] == ["smaller pieces"]
+
+
+def test_no_piece_is_tried_far_beyond_the_memory() -> None:
+    free = plan(build(), squares, ROWS)
+    capped = plan(build(), squares, ROWS, parts_of(free) + int(free.measured[0].piece_bytes(6)))
+    assert free.measured[0].held == [1, 2, 4, 8, 16, 32, 64]
+    assert capped.measured[0].held == [1, 2, 4, 8]
+
+
+def test_curves_reach_from_one_row_to_the_batch() -> None:
+    found = plan(build(), squares, ROWS)
+    plain = [choice for choice in found.curves if choice.way == "smaller pieces"]
+    sizes = [choice.micro_batch_size for choice in plain]
+    assert (sizes[0], sizes[-1]) == (1, 64) and sizes == sorted(set(sizes))
+    assert all(choice.pieces == -(-64 // choice.micro_batch_size) for choice in plain)
+    assert [choice.activations for choice in plain] == sorted(choice.activations for choice in plain)
+
+
 def test_a_plan_is_plain_values() -> None:
     import json
 

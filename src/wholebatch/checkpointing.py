@@ -86,11 +86,11 @@ def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
         The blocks by name; none if nothing repeats.
     """
     families: dict[tuple[str, type[nn.Module]], dict[str, nn.Module]] = {}
-    for name, parent in model.named_modules():
-        if isinstance(parent, (nn.ModuleList, nn.Sequential)):
-            for key, child in parent.named_children():
-                if any(True for _ in child.parameters()):
-                    families.setdefault((name, type(child)), {})[f"{name}.{key}" if name else key] = child
+    lists = [(name, each) for name, each in model.named_modules() if isinstance(each, (nn.ModuleList, nn.Sequential))]
+    for name, parent in lists:
+        for key, child in parent.named_children():
+            if any(True for _ in child.parameters()):
+                families.setdefault((name, type(child)), {})[f"{name}.{key}" if name else key] = child
     repeated = [family for family in families.values() if len(family) > 1]
     sizes = Counter({i: sum(map(_size, family.values())) for i, family in enumerate(repeated)})
     return repeated[sizes.most_common(1)[0][0]] if sizes else {}
@@ -105,8 +105,13 @@ def _named_blocks(model: nn.Module, blocks: str | type[nn.Module] | Sequence[str
     if isinstance(blocks, type):
         return {name: module for name, module in modules.items() if type(module) is blocks}
     wanted = [blocks] if isinstance(blocks, str) else list(blocks)
-    by_class = {name: module for name, module in modules.items() if type(module).__name__ in wanted}
-    return by_class or {name: modules[name] for name in wanted if name in modules}
+    classes = {type(module).__name__ for module in modules.values()}
+    unknown = [name for name in wanted if name not in modules and name not in classes]
+    if unknown:
+        raise ValueError(
+            f"The model has no {unknown[0]!r}, neither a module of that name nor a class: {sorted(classes)}."
+        )
+    return {name: module for name, module in modules.items() if name in wanted or type(module).__name__ in wanted}
 
 
 class _Again:

@@ -10,8 +10,14 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib import metadata
 from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
 
 from wholebatch import WholeBatchError, __version__
+
+if TYPE_CHECKING:
+    from wholebatch.train import Config
+
+C = TypeVar("C", bound="Config")
 
 USAGE = """\
 wholebatch: train on the batch you meant, on the memory you have.
@@ -19,6 +25,7 @@ wholebatch: train on the batch you meant, on the memory you have.
   wholebatch train [CONFIG.yaml] [flags]   train; without flags, a language model on Python's own docstrings
   wholebatch train --resume RUN            go on with a run that was stopped or killed
   wholebatch train --help                  every flag
+  wholebatch plan [CONFIG.yaml] [flags]    what a step will take: the largest piece that fits, time and memory by part
   wholebatch doctor SCRIPT [-- ARGS]       watch a training loop of any kind and say what is wrong with its sums
   wholebatch env                           what to paste into a report of a problem
   wholebatch --version
@@ -42,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         near = difflib.get_close_matches(command, COMMANDS, 1)
         hint = f" Did you mean '{near[0]}'?" if near else ""
         return _refused(f"there is no command '{command}'.{hint} See: wholebatch --help", status=2)
-    if rest and command not in ("train", "doctor"):
+    if rest and command not in ("train", "plan", "doctor"):
         return _refused(f"{command} takes no arguments, but got {' '.join(rest)}.", status=2)
     try:
         return COMMANDS[command](rest)
@@ -54,16 +61,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def train(arguments: list[str]) -> int:
     """Train, with settings from an optional YAML file and flags that go before it."""
-    import tyro
-
-    from wholebatch.train import Config, config
+    from wholebatch.train import Config
     from wholebatch.train import train as run
 
-    named = bool(arguments) and not arguments[0].startswith("-")
-    default = config.load(Path(arguments[0])) if named else Config()
-    flags = arguments[1:] if named else arguments
-    outcome = run(tyro.cli(Config, prog="wholebatch train [CONFIG.yaml]", args=flags, default=default))
+    outcome = run(_settings(Config, "train", arguments))
     return 0 if outcome.signal is None else 128 + outcome.signal
+
+
+def plan(arguments: list[str]) -> int:
+    """Say what a step will take, asked with the settings of a training run."""
+    from wholebatch.train.advice import Question, advise
+
+    advise(_settings(Question, "plan", arguments))
+    return 0
 
 
 def doctor(arguments: list[str]) -> int:
@@ -105,12 +115,25 @@ def usage(arguments: list[str]) -> int:
 
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "train": train,
+    "plan": plan,
     "doctor": doctor,
     "env": env,
     "--version": version,
     "--help": usage,
     "-h": usage,
 }
+
+
+def _settings(kind: type[C], command: str, arguments: list[str]) -> C:
+    """Read an optional YAML file, then flags."""
+    import tyro
+
+    from wholebatch.train import config
+
+    named = bool(arguments) and not arguments[0].startswith("-")
+    default = kind(**vars(config.load(Path(arguments[0])))) if named else kind()
+    flags = arguments[1:] if named else arguments
+    return tyro.cli(kind, prog=f"wholebatch {command} [CONFIG.yaml]", args=flags, default=default)
 
 
 def _installed(package: str) -> str:

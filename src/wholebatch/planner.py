@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, TypeAlias
@@ -24,8 +24,18 @@ from wholebatch.state import State
 from wholebatch.window import Piece, Window, pieces_of
 
 Way: TypeAlias = Literal["smaller pieces", "checkpointing", "offload"]
+Running: TypeAlias = "Callable[[], AbstractContextManager[Any]]"
+"""Makes the context in which a piece runs one way."""
 REPEATS = 3
-FACTORS = (1, 2, 4, 8, 16)
+LONG_SECONDS = 1.0
+"""A piece that takes so long needs no repetition, and no larger one is tried."""
+FACTORS = [2.0**power for power in range(-2, 14)]
+WORTHWHILE = 0.98
+"""A way that keeps more than this share of the bytes is not worth its time."""
+FEWEST = 1e9
+"""What a piece costs, in tokens, where as few as can be are wanted."""
+POINTS = 24
+"""Of each curve."""
 
 
 @dataclass(frozen=True)
@@ -67,11 +77,11 @@ class Measured:
 
 @dataclass(frozen=True)
 class Choice:
-    """One way to run the batch within the memory.
+    """One way to run the batch, in pieces of one size.
 
     Attributes:
         way: smaller pieces alone, with checkpointing, or with saved tensors on the host.
-        micro_batch_size: rows, or the budget of padded tokens, of the largest piece that fits.
+        micro_batch_size: rows, or the budget of padded tokens, of a piece at most.
         pieces: how many those make.
         seconds: the modelled time of a step.
         activations: bytes that the largest piece keeps for its backward.
@@ -94,8 +104,9 @@ class Plan:
         memory: the cap in bytes, or None for no cap.
         parts: bytes of weights, gradients, optimizer and inputs.
         measured: what was measured, a way each.
-        choices: the ways that fit, fastest first.
+        choices: the ways that fit, each with its largest piece, fastest first.
         reason: why the first wins, in one sentence.
+        curves: each way in pieces from the smallest to the largest, whether they fit or not.
     """
 
     rows: int
@@ -105,6 +116,7 @@ class Plan:
     measured: list[Measured]
     choices: list[Choice]
     reason: str
+    curves: list[Choice]
 
     @property
     def best(self) -> Choice:
@@ -131,7 +143,8 @@ def plan(
 
     Runs forwards and backwards of a few pieces, as they are, with activation checkpointing where blocks are found,
     and with saved tensors on the host where the model is on a device; fits bytes and seconds as lines over what the
-    pieces hold. Parameters, gradients, buffers and random state are as before.
+    pieces hold. Parameters, gradients, buffers and random state are as before. On a CUDA device the peak of a piece
+    holds new gradients too, so that the answer errs on the safe side.
 
     Args:
         model: plain, one process.
@@ -157,121 +170,17 @@ def plan(
     """
     chosen = checked(options)
     cut = _Cut(batch, tokens, chosen)
-    samples = cut.growing()
-    ways = _ways(model, blocks)
-    measured = [_measure(way, context, model, loss_fn, samples, chosen) for way, context in ways.items()]
     parts = parts_of(model, optimizer, batch)
     free = float("inf") if memory is None else float(memory - sum(parts.values()))
+    trial = _Trial(model, loss_fn, chosen, free)
+    first, *others = trial.measure(_ways(model, blocks), cut.growing())
+    measured = [first, *(way for way in others if way.unit_bytes < WORTHWHILE * first.unit_bytes)]
     choices = sorted(_choices(measured, free, cut), key=lambda choice: choice.seconds)
     if not choices:
-        raise OutOfMemoryError(_nothing_fits(measured, parts, memory or 0, samples[0]))
+        raise OutOfMemoryError(_nothing_fits(measured, parts, memory or 0, cut.least))
     unit: Literal["rows", "tokens"] = "rows" if tokens is None else "tokens"
-    return Plan(cut.rows, unit, memory, parts, measured, choices, _reason(choices, measured, unit))
-
-
-class _Cut:
-    """A batch that can be cut into pieces that hold at most so many rows or tokens."""
-
-    def __init__(self, batch: Any, tokens: Tokens | None, options: Options) -> None:
-        self._batch, self._tokens, self._options = batch, tokens, options
-        whole = pieces_of(batch, None, whole=options.get("whole", ()), collate=options.get("collate"))
-        self.rows = sum(piece.rows for piece in whole)
-        self.most = self.rows if tokens is None else min(tokens.budget, sum(p.held for p in self.pieces(tokens.budget)))
-        self.least = 1 if tokens is None else max(piece.longest for piece in self.pieces(1))
-
-    def pieces(self, held: int) -> list[Piece]:
-        """Cut the batch; by rows, as evenly as the number of pieces allows."""
-        size: int | Tokens = held if self._tokens is None else replace(self._tokens, budget=held)
-        return pieces_of(
-            self._batch, size, whole=self._options.get("whole", ()), collate=self._options.get("collate")
-        )
-
-    def even(self, held: int) -> int:
-        """The smallest size that makes no more pieces."""
-        return held if self._tokens is not None else -(-self.rows // -(-self.rows // held))
-
-    def growing(self) -> list[Piece]:
-        """Pieces to be measured, the smallest first, each about twice the one before."""
-        sizes = [self.least * factor for factor in FACTORS if self.least * factor <= max(self.most, self.least)]
-        return [max(self.pieces(size), key=lambda piece: piece.held) for size in sizes]
-
-
-def _ways(
-    model: nn.Module, blocks: str | type[nn.Module] | Sequence[str] | None
-) -> dict[Way, Callable[[], AbstractContextManager[Any]]]:
-    device = device_of(model)
-    ways: dict[Way, Callable[[], AbstractContextManager[Any]]] = {"smaller pieces": nullcontext}
-    if blocks is not None or find_blocks(model):
-        ways["checkpointing"] = lambda: checkpointed(model, blocks)
-    if device is not None and device.type != "cpu":
-        ways["offload"] = lambda: offloaded(model, True)
-    return ways
-
-
-def _measure(
-    way: Way,
-    context: Callable[[], AbstractContextManager[Any]],
-    model: nn.Module,
-    loss_fn: LossFunction,
-    samples: Sequence[Piece],
-    options: Options,
-) -> Measured:
-    """Run pieces of growing size until one does not fit; keep the least time and the peak of each."""
-    held: list[int] = []
-    peaks: list[float] = []
-    times: list[float] = []
-    for piece in samples:
-        try:
-            runs = [_run(context, model, loss_fn, piece, options) for _ in range(REPEATS)]
-        except RuntimeError as error:
-            if not is_out_of_memory(error) or not held:
-                raise
-            break
-        held.append(piece.held)
-        peaks.append(max(peak for peak, _ in runs))
-        times.append(min(seconds for _, seconds in runs))
-    return Measured(way, held, peaks, times, *_line(held, peaks), *_line(held, times))
-
-
-def _run(
-    context: Callable[[], AbstractContextManager[Any]],
-    model: nn.Module,
-    loss_fn: LossFunction,
-    piece: Piece,
-    options: Options,
-) -> tuple[float, float]:
-    """Run one piece and leave no trace; return the bytes kept for its backward, and the seconds."""
-    device = device_of(model)
-    state, micro_batch = State(model), Window([move(piece.load(), device)])
-    plain: Options = {**options, "collate": None, "whole": ()}
-    cuda = device is not None and device.type == "cuda"
-    if cuda:
-        torch.cuda.synchronize(device)
-        torch.cuda.reset_peak_memory_stats(device)
-    before = torch.cuda.memory_allocated(device) if cuda else 0
-    start = time.perf_counter()
-    with context(), nullcontext() if cuda else SavedBytes(ignored=[*model.parameters(), *model.buffers()]) as saved:
-        pending = accumulate(model, loss_fn, micro_batch, **plain)
-    if cuda:
-        torch.cuda.synchronize(device)
-    seconds = time.perf_counter() - start
-    peak = torch.cuda.max_memory_allocated(device) - before if saved is None else saved.peak
-    pending.gradients.drop()
-    state.restore()
-    return float(peak), seconds
-
-
-def _line(held: Sequence[int], values: Sequence[float]) -> tuple[float, float]:
-    """Fit value = fixed + unit * held, neither negative, by relative least squares."""
-    if len(held) == 1:
-        return 0.0, values[0] / held[0]
-    columns = torch.tensor([[1.0, float(n)] for n in held], dtype=torch.float64)
-    target = torch.tensor(values, dtype=torch.float64)
-    weights = target.clamp(min=1e-12)[:, None]
-    fixed, slope = torch.linalg.lstsq(columns / weights, target[:, None] / weights).solution.flatten().tolist()
-    if fixed < 0:
-        return 0.0, float((target / columns[:, 1]).mean())
-    return (fixed, slope) if slope >= 0 else (float(target.mean()), 0.0)
+    curves = [_choice(way, size, cut) for way in measured for size in cut.sizes()]
+    return Plan(cut.rows, unit, memory, parts, measured, choices, _reason(choices, measured, unit), curves)
 
 
 def parts_of(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, batch: Any = None) -> dict[str, int]:
@@ -296,29 +205,193 @@ def parts_of(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, b
     }
 
 
+class _Cut:
+    """A batch that can be cut into pieces that hold at most so many rows or tokens."""
+
+    def __init__(self, batch: Any, tokens: Tokens | None, options: Options) -> None:
+        self._batch, self._tokens, self._options = batch, tokens, options
+        self.rows = sum(piece.rows for piece in self._cut(None))
+        self.least = 1 if tokens is None else max(piece.longest for piece in self.pieces(1))
+        held = self.rows if tokens is None else sum(piece.held for piece in self.pieces(tokens.budget))
+        self.most = max(self.least, held if tokens is None else min(tokens.budget, held))
+
+    def pieces(self, held: int) -> list[Piece]:
+        """Cut the batch; by rows, as evenly as the number of pieces allows."""
+        return self._cut(held if self._tokens is None else replace(self._tokens, budget=held))
+
+    def _cut(self, size: int | Tokens | None) -> list[Piece]:
+        return pieces_of(self._batch, size, whole=self._options.get("whole", ()), collate=self._options.get("collate"))
+
+    def even(self, held: int) -> int:
+        """The smallest size that makes no more pieces."""
+        return held if self._tokens is not None else -(-self.rows // -(-self.rows // held))
+
+    def growing(self) -> list[Piece]:
+        """Pieces to be measured, the smallest first, each about twice the one before."""
+        wanted = {int(factor * self.least) for factor in FACTORS if 1 <= factor * self.least <= self.most}
+        found = [self._near(size) for size in sorted(wanted | {self.least})]
+        return sorted({piece.held: piece for piece in found}.values(), key=lambda piece: piece.held)
+
+    def sizes(self) -> list[int]:
+        """Sizes from the smallest to the largest, evenly on a logarithmic scale."""
+        steps = [(self.most / self.least) ** (i / (POINTS - 1)) for i in range(POINTS)]
+        return sorted({round(self.least * step) for step in steps})
+
+    def _near(self, held: int) -> Piece:
+        """A piece that holds about so much: of as few pieces as can be, which are then nearly full."""
+        if self._tokens is None:
+            return max(self.pieces(held), key=lambda piece: piece.held)
+        full = replace(self._tokens, budget=max(held, self.least), overhead=FEWEST, cost=None)
+        return min(self._cut(full), key=lambda piece: abs(piece.held - held))
+
+
+def _ways(model: nn.Module, blocks: str | type[nn.Module] | Sequence[str] | None) -> dict[Way, Running]:
+    device = device_of(model)
+    ways: dict[Way, Running] = {"smaller pieces": nullcontext}
+    if blocks is not None or find_blocks(model):
+        ways["checkpointing"] = lambda: checkpointed(model, blocks)
+    if device is not None and device.type != "cpu":
+        ways["offload"] = lambda: offloaded(model, True)
+    return ways
+
+
+class _Notes:
+    """What was seen of one way so far."""
+
+    def __init__(self, way: Way) -> None:
+        self.way, self.full = way, False
+        self.held: list[int] = []
+        self.peaks: list[float] = []
+        self.times: list[float] = []  # of this process, which others on the machine disturb less than the clock
+
+    def wanted(self, piece: Piece) -> bool:
+        """Whether a piece may still fit, and has not been run for long enough."""
+        again = bool(self.held) and self.held[-1] == piece.held
+        return not self.full and not (again and self.times[-1] > LONG_SECONDS)
+
+    def add(self, piece: Piece, seen: tuple[float, float] | None) -> None:
+        if seen is None:
+            self.full = True
+        elif self.held and self.held[-1] == piece.held:
+            self.peaks[-1], self.times[-1] = max(self.peaks[-1], seen[0]), min(self.times[-1], seen[1])
+        else:
+            self.held.append(piece.held)
+            self.peaks.append(seen[0])
+            self.times.append(seen[1])
+
+    def measured(self, pace: float) -> Measured:
+        """Draw the lines; ``pace`` is how long a second of this process takes."""
+        times = [pace * seconds for seconds in self.times]
+        return Measured(self.way, self.held, self.peaks, times, *_line(self.held, self.peaks), *_line(self.held, times))
+
+
+class _Trial:
+    """Runs pieces to see what they take, and leaves no trace.
+
+    Args:
+        model, loss_fn, options: as for :func:`plan`.
+        free: bytes beyond which no larger piece is tried.
+    """
+
+    def __init__(self, model: nn.Module, loss_fn: LossFunction, options: Options, free: float) -> None:
+        self._model, self._loss_fn, self._free = model, loss_fn, free
+        self._options: Options = {**options, "collate": None, "whole": ()}
+        self._device = device_of(model)
+        self._pace = float("inf")
+
+    def measure(self, ways: Mapping[Way, Running], samples: Sequence[Piece]) -> list[Measured]:
+        """Run pieces of growing size, all ways in turn, until one does not fit; keep least times and highest peaks."""
+        notes = {way: _Notes(way) for way in ways}
+        for piece in samples:
+            for way, context in [*ways.items()] * REPEATS:
+                if notes[way].wanted(piece):
+                    notes[way].add(piece, self._attempt(context, piece, first=not notes[way].held))
+            for each in notes.values():
+                each.full |= bool(each.held) and (each.peaks[-1] > self._free or each.times[-1] > LONG_SECONDS)
+        return [each.measured(self._pace) for each in notes.values()]
+
+    def _attempt(self, context: Running, piece: Piece, first: bool) -> tuple[float, float] | None:
+        """Run one piece; None if it does not fit, which the first of all must."""
+        try:
+            return self._run(context, piece)
+        except RuntimeError as error:
+            if first or not is_out_of_memory(error):
+                raise
+        return None
+
+    def _run(self, context: Running, piece: Piece) -> tuple[float, float]:
+        """Run one piece; return the bytes kept for its backward, and the seconds of this process."""
+        model, device = self._model, self._device
+        state, micro_batch = State(model), Window([move(piece.load(), device)])
+        cuda = device is not None and device.type == "cuda"
+        if cuda:
+            torch.cuda.synchronize(device)
+            torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device) if cuda else 0
+        now = time.perf_counter if cuda else time.process_time
+        start, clock = now(), time.perf_counter()
+        with context(), nullcontext() if cuda else SavedBytes(ignored=[*model.parameters(), *model.buffers()]) as saved:
+            pending = accumulate(model, self._loss_fn, micro_batch, **self._options)
+        if cuda:
+            torch.cuda.synchronize(device)
+        seconds = now() - start
+        self._pace = min(self._pace, (time.perf_counter() - clock) / max(seconds, 1e-9))
+        peak = torch.cuda.max_memory_allocated(device) - before if saved is None else saved.peak
+        pending.gradients.drop()
+        state.restore()
+        return float(peak), seconds
+
+
+def _line(held: Sequence[int], values: Sequence[float]) -> tuple[float, float]:
+    """Fit value = fixed + unit * held, neither negative, by relative least squares."""
+    if len(held) == 1:
+        return 0.0, values[0] / held[0]
+    columns = torch.tensor([[1.0, float(n)] for n in held], dtype=torch.float64)
+    target = torch.tensor(values, dtype=torch.float64)
+    weights = target.clamp(min=1e-12)[:, None]
+    fixed, slope = torch.linalg.lstsq(columns / weights, target[:, None] / weights).solution.flatten().tolist()
+    if fixed < 0:
+        return 0.0, float((target / columns[:, 1]).mean())
+    return (fixed, slope) if slope >= 0 else (float(target.mean()), 0.0)
+
+
 def _choices(measured: Sequence[Measured], free: float, cut: _Cut) -> Iterator[Choice]:
     for way in measured:
-        most = way.largest(free, max(cut.most, cut.least))
+        most = way.largest(free, cut.most)
         if most >= cut.least:
-            size = cut.even(most)
-            pieces = cut.pieces(size)
-            largest = max(piece.held for piece in pieces)
-            yield Choice(way.way, size, len(pieces), way.step_seconds(pieces), way.piece_bytes(largest))
+            yield _choice(way, cut.even(most), cut)
+
+
+def _choice(way: Measured, size: int, cut: _Cut) -> Choice:
+    pieces = cut.pieces(size)
+    largest = max(piece.held for piece in pieces)
+    return Choice(way.way, size, len(pieces), way.step_seconds(pieces), way.piece_bytes(largest))
 
 
 def _reason(choices: Sequence[Choice], measured: Sequence[Measured], unit: str) -> str:
     best, others = choices[0], choices[1:]
-    said = f"{best.way.capitalize()} of {best.micro_batch_size} {unit} take {best.seconds:.3g} s a step"
-    rivals = [
-        f"{c.way} would take {c.seconds / best.seconds:.2f} x that in pieces of {c.micro_batch_size}" for c in others
+    takes = "take" if best.way == "smaller pieces" else "takes"
+    said = [f"{best.way} {takes} {best.seconds:.3g} s a step in pieces of {best.micro_batch_size:,} {unit} at most"]
+    said += [
+        f"{c.way} would take {c.seconds / best.seconds:.2f} x that in pieces of {c.micro_batch_size:,}" for c in others
     ]
     fitting = {choice.way for choice in choices}
-    rivals += [f"{way.way} would not fit one row" for way in measured if way.way not in fitting]
-    return f"{'; '.join([said, *rivals])}."
+    said += [f"{way.way} would not fit one row" for way in measured if way.way not in fitting]
+    said += [
+        f"{way.way} keeps {_ratio(way.unit_bytes, measured[0].unit_bytes)} the bytes of a {unit[:-1]} and takes "
+        f"{_ratio(way.unit_seconds, measured[0].unit_seconds)} its time"
+        for way in measured[1:]
+    ]
+    joined = "; ".join(said)
+    return f"{joined[0].upper()}{joined[1:]}."
 
 
-def _nothing_fits(measured: Sequence[Measured], parts: dict[str, int], memory: int, smallest: Piece) -> str:
-    needs = ", ".join(f"{way.way} {way.piece_bytes(smallest.held) / 2**20:.2f} MiB" for way in measured)
+def _ratio(value: float, of: float) -> str:
+    return f"{value / of:.2f} x" if of else "all of"
+
+
+def _nothing_fits(measured: Sequence[Measured], parts: dict[str, int], memory: int, least: int) -> str:
+    needs = ", ".join(f"{way.way} {way.piece_bytes(least) / 2**20:.2f} MiB" for way in measured)
     held = ", ".join(f"{name} {size / 2**20:.2f} MiB" for name, size in parts.items())
     return (
         f"Not even one row fits into {memory / 2**20:.2f} MiB: {held}; activations of the smallest piece: {needs}. "

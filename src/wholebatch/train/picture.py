@@ -1,0 +1,81 @@
+"""The picture of a plan: memory and time against the size of a piece, with the cap drawn in."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from wholebatch.planner import Choice, Plan
+from wholebatch.train.errors import ConfigError
+from wholebatch.train.extras import require
+
+COLOURS = {"smaller pieces": "#1f77b4", "checkpointing": "#d95f02", "offload": "#2ca02c"}
+
+
+def draw(plan: Plan, path: Path) -> None:
+    """Draw a plan into a file whose ending names the format.
+
+    Raises:
+        ConfigError: if matplotlib is missing, or the file cannot be written.
+    """
+    figures = require("matplotlib.figure", "plot", "A picture (--plot)")
+    figure = figures.Figure(figsize=(8, 7), layout="constrained")
+    memory, time = figure.subplots(2, 1, sharex=True)
+    _draw_memory(memory, plan)
+    _draw_time(time, plan)
+    figure.suptitle(f"A batch of {plan.rows:,} rows in pieces")
+    try:
+        figure.savefig(path, dpi=150)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"The picture {path} cannot be written: {error}. Name a .png, .svg or .pdf.") from None
+
+
+def _draw_memory(axes: Any, plan: Plan) -> None:
+    """What is always there, what one piece of each size adds, and where the cap cuts it off."""
+    fixed = sum(plan.parts.values())
+    top = 1.8 * plan.memory if plan.memory is not None else math.inf
+    for way in plan.measured:
+        sizes = [choice.micro_batch_size for choice in plan.curves if choice.way == way.way]
+        colour = COLOURS[way.way]
+        axes.plot(sizes, [_mebi(fixed + way.piece_bytes(size)) for size in sizes], color=colour, label=way.way)
+        seen = [(held, fixed + size) for held, size in zip(way.held, way.bytes, strict=True) if fixed + size <= top]
+        axes.plot([held for held, _ in seen], [_mebi(size) for _, size in seen], "o", color=colour)
+    axes.plot([], [], "o", color="black", label="measured")
+    axes.axhspan(0, _mebi(fixed), color="0.85", label="weights, gradients, optimizer, inputs")
+    if plan.memory is not None:
+        axes.axhline(_mebi(plan.memory), color="black", linestyle="--", label=f"the cap, {_mebi(plan.memory):,.0f} MiB")
+        axes.set_ylim(top=_mebi(top))
+    axes.set_ylim(bottom=0)
+    axes.set_ylabel("memory of a step, MiB")
+    axes.legend(loc="upper left", framealpha=1)
+
+
+def _draw_time(axes: Any, plan: Plan) -> None:
+    """The modelled time of a step in pieces of each size, thin where they do not fit."""
+    for way in plan.measured:
+        curve = [choice for choice in plan.curves if choice.way == way.way]
+        chosen = next((choice for choice in plan.choices if choice.way == way.way), None)
+        most = 0 if chosen is None else chosen.micro_batch_size
+        fits = [choice for choice in curve if choice.micro_batch_size <= most]
+        colour = COLOURS[way.way]
+        axes.plot(*_times(curve), color=colour, linewidth=0.8, linestyle=":")
+        axes.plot(*_times([*fits, *([chosen] if chosen else [])]), color=colour)
+        if chosen is not None:
+            text = f"{chosen.way}: {chosen.pieces} pieces, {chosen.seconds:.3g} s"
+            axes.plot(*_times([chosen]), "o", color=colour, label=text)
+    axes.set_ylabel("time of a step, s")
+    axes.set_xlabel(f"{plan.unit} in a piece at most")
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter(lambda value, place: f"{value:,.0f}")
+    axes.set_ylim(bottom=0)
+    axes.legend(loc="lower left", title="the largest piece that fits")
+
+
+def _times(choices: Sequence[Choice]) -> tuple[list[int], list[float]]:
+    return [choice.micro_batch_size for choice in choices], [choice.seconds for choice in choices]
+
+
+def _mebi(size: float) -> float:
+    return size / 2**20
