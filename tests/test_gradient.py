@@ -222,7 +222,7 @@ def test_gradients_that_were_there_stay_the_same_tensor() -> None:
     [
         ({"colate": list}, TypeError, "Did you mean 'collate'"),
         ({"sync": "first"}, ValueError, "'last', 'every'"),
-        ({"batch_norm": "exactly"}, ValueError, "'exact', 'pooled', 'micro'"),
+        ({"batch_norm": "exactly"}, ValueError, "'exact', .*'pooled', 'micro'"),
         ({"micro_batch_size": 0}, ValueError, "at least 1"),
         ({"micro_batch_size": 2.5}, TypeError, "whole number"),
     ],
@@ -246,6 +246,72 @@ def test_a_loss_that_nothing_can_learn_from_is_refused(how: str) -> None:
 
     with torch.set_grad_enabled(how != "no_grad"), pytest.raises(wb.LossError, match="does not depend on any"):
         wb.backward(model, loss, ROWS, 3)
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_a_piece_that_is_constant_counts_in_the_denominator() -> None:
+    model = Counted()
+
+    def loss(model: nn.Module, rows: Tensor) -> Tensor:
+        return torch.zeros(len(rows), dtype=torch.float64) if len(rows) == 2 else model(rows).square().mean(1)
+
+    wb.backward(model, loss, wb.Window([ROWS[:2], ROWS[2:6], ROWS[6:]]))
+    assert_same_gradient(model, whole_batch(model, lambda m, x: m(x[2:]).square().mean(1).sum() / 11, ROWS))
+
+
+def test_a_loss_function_that_goes_backward_itself_is_refused() -> None:
+    model = Counted()
+    with pytest.raises(wb.LossError, match="calls backward"):
+        wb.backward(model, lambda model, rows: model(rows).mean().backward(), ROWS, 3)
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_a_metric_without_denominator_is_a_sum_however_it_is_cut() -> None:
+    def loss(model: nn.Module, rows: Tensor) -> Any:
+        return model(rows).square(), {"rows": wb.total(torch.ones(len(rows)))}
+
+    assert [float(wb.backward(Counted(), loss, ROWS, n).metrics["rows"]) for n in (1, 4, 11)] == [11.0] * 3
+
+
+class Head(nn.Module):
+    """Holds a BatchNorm where torch does not see it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(5, 3).double()
+        self.extra = [nn.BatchNorm1d(3).double()]
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.extra[0](self.inner(x))
+        return out
+
+
+def test_batch_norm_outside_of_the_model_is_refused_too() -> None:
+    head = nn.BatchNorm1d(3).double()
+    with pytest.raises(wb.InexactError, match="BatchNorm1d outside of the model"):
+        wb.backward(Counted(), lambda model, rows: head(model(rows)).square(), ROWS, 3)
+    with pytest.raises(wb.InexactError, match="BatchNorm1d outside of the model"):
+        wb.backward(Head(), lambda model, rows: model(rows).square(), ROWS, 3)
+
+
+def test_weights_that_are_no_number_are_no_crash() -> None:
+    model = Counted()
+    result = wb.backward(model, lambda m, x: wb.mean(m(x).mean(1), torch.full((len(x),), float("nan"))), ROWS, 3)
+    assert torch.isnan(result.loss)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"items": 4}, "items=4"),
+        ({"accumulate_in": "float32"}, "torch.float32"),
+        ({"accumulate_in": torch.int32}, "torch.float32"),
+        ({"offload": "yes"}, "True or False"),
+    ],
+)
+def test_an_option_of_a_wrong_type_is_refused(arguments: dict[str, Any], words: str) -> None:
+    with pytest.raises(TypeError, match=words):
+        wb.backward(Counted(), one, (ROWS, MASK), 3, **arguments)
 
 
 class Reads(TorchDispatchMode):

@@ -46,7 +46,7 @@ def test_a_wrong_argument_is_refused_when_the_step_is_built(
 
 def test_a_scheduler_that_waits_for_a_metric_is_refused() -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
-    with pytest.raises(TypeError, match="call it yourself"):
+    with pytest.raises(TypeError, match="once an evaluation"):
         build(optimizer=optimizer, scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer))
 
 

@@ -143,7 +143,7 @@ class Known:
 
     def check(self, sums: Sums) -> None:
         for key, kind in sums.schema.terms:
-            found, expected = sums.counts[key], self._expected[key]
+            found, expected = sums.counts[key], self._expected.get(key, 0.0)
             if kind in KNOWN or isinstance(found, Tensor) or isinstance(expected, Tensor):
                 continue
             if not math.isclose(found, expected, rel_tol=1e-5, abs_tol=1e-9):
@@ -194,7 +194,7 @@ def _same_answers(before: Sums, now: Sums) -> None:
     if any(isinstance(count, Tensor) for count in now.counts.values()):
         return
     for key, first in before.totals.items():
-        second = now.totals[key]
+        second = now.totals.get(key, torch.zeros_like(first))
         if first.device.type == "cpu" and not torch.isclose(first, second, rtol=1e-3, atol=1e-6, equal_nan=True):
             raise InexactError(
                 f"The loss function answered differently the second time: the term {key[0]!r} added up to "

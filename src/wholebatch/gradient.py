@@ -31,14 +31,14 @@ from wholebatch.denominators import (
     stated_divisors,
     uniform,
 )
-from wholebatch.errors import SyncError
+from wholebatch.errors import LossError, SyncError
 from wholebatch.loss import Answer, Count, TermKey, read
 from wholebatch.memory import offloaded
 from wholebatch.norms import pooled
 from wholebatch.options import Options, checked
 from wholebatch.precision import Gradients, leaves_of, reentrant
 from wholebatch.ranks import ranks_of
-from wholebatch.reach import named_leaves
+from wholebatch.reach import reach_of
 from wholebatch.recovery import Recovery, Redo
 from wholebatch.refusals import refuse_foreign, refuse_inexact, refuse_moved
 from wholebatch.shares import Shares, weighted
@@ -171,11 +171,13 @@ def accumulate(
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is {type(model).__name__}; pass the torch.nn.Module whose gradient is wanted.")
     chosen = checked(options)
-    survey = Survey(model)
+    reach = reach_of(loss_fn)
+    survey = Survey(model, reach.modules)
     ranks = ranks_of(survey, chosen.get("sync", "last"))
     auto = micro_batch_size if isinstance(micro_batch_size, Auto) else None
     wide = chosen.get("accumulate_in") or ranks.accumulate_in
-    gradients = Gradients([*survey.parameters, *also], ranks.views, wide, journal=auto is not None)
+    learning = [*survey.parameters, *also, *reach.leaves]
+    gradients = Gradients(learning, ranks.views, wide, journal=auto is not None)
     with ranks:
         pieces = pieces_of(batch, micro_batch_size, whole=chosen.get("whole", ()), collate=chosen.get("collate"))
         refuse_inexact(survey, pieces, chosen, auto is not None)
@@ -273,6 +275,9 @@ class _Run:
             self.ranks.reduce(self.gradients)
         if self.whole is not None:
             self.whole.commit()
+        if self.ranks.world == 1:
+            self.shares.check()
+            self._refuse_own_backward(sums)
         rows = sum(piece.rows for piece in self.pieces)
         result = Result(**sums.report(self.device), micro_batches=micro_batches, rows=rows)
         return Pending(result, self.gradients, factor, sums.items, tally.losses)
@@ -346,7 +351,7 @@ class _Run:
         own = {id(parameter) for parameter in (*self.survey.parameters, *self.model.parameters())}
         leaves = leaves_of(output for output, _ in weighted(answer).values())
         foreign = [leaf for leaf in leaves if id(leaf) not in own and not self.ranks.owns(leaf)]
-        self.gradients.include([*foreign, *named_leaves(self.loss_fn)])
+        self.gradients.include(foreign)
         if self.ranks.world > 1:
             refuse_foreign(foreign)
 
@@ -404,6 +409,14 @@ class _Run:
     ) -> Denominators:
         everywhere = self.ranks.agree(Status.READY, here).sums
         return Known(partial(of, everywhere), partial(of, here), source, before)
+
+    def _refuse_own_backward(self, sums: Sums) -> None:
+        """Notice a loss function that returned nothing because it went backward by itself."""
+        if not sums.schema.terms and self.gradients.held():
+            raise LossError(
+                f"loss_fn returned None for every one of {len(self.pieces)} micro-batches, but gradients have arrived: it "
+                "calls backward() itself. Return the loss instead, without reducing it, and leave going backward to us."
+            )
 
     def _refuse_moved_buffers(self) -> None:
         """Look once, after the first forward, whether the model keeps running values of its own."""

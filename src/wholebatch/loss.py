@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Real
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -242,12 +242,12 @@ def read(returned: object, rows: int) -> Answer | None:
     metrics: dict[str, Mean] = {}
     if isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], Mapping):
         returned, stated = returned
-        metrics = {str(name): _metric(name, value) for name, value in stated.items()}
+        metrics = {name: _metric(name, value, rows) for name, value in _named(stated).items()}
     if returned is None:
         return Answer({}, metrics, named=False) if metrics else None
     if isinstance(returned, Mapping):
         named: dict[TermKey, Mean] = {
-            (str(name), j): part for name, value in returned.items() for j, part in enumerate(_parts(value, rows))
+            (name, j): part for name, value in _named(returned).items() for j, part in enumerate(_parts(value, rows))
         }
         return Answer(named, metrics, named=True)
     return Answer({(i, 0): part for i, part in enumerate(_parts(returned, rows))}, metrics, named=False)
@@ -296,7 +296,7 @@ def _parts(value: object, rows: int) -> tuple[Mean, ...]:
     if value.dim() == 0:
         raise LossError(
             f"The loss function returned a tensor without dimensions ({value.dtype}): a mean or a sum over the "
-            f"micro-batch, and over what cannot be known, so its share of the whole batch neither. {FORMS}"
+            f"micro-batch. What it was divided by cannot be known, so it cannot be put right. {FORMS}"
         )
     if value.numel() == 1 and rows > 1:
         raise LossError(
@@ -306,10 +306,20 @@ def _parts(value: object, rows: int) -> tuple[Mean, ...]:
     return (mean(value),)
 
 
-def _metric(name: object, value: object) -> Mean:
+def _named(stated: Mapping[Any, object]) -> dict[str, object]:
+    names = {str(name): value for name, value in stated.items()}
+    if len(names) < len(stated):
+        raise LossError(f"Two of the names {list(stated)} are the same when written out. Give each its own.")
+    return names
+
+
+def _metric(name: str, value: object, rows: int) -> Mean:
     if isinstance(value, Tensor) and not value.is_floating_point() and not value.is_complex():
         value = value.float()
-    parts = _parts(value, rows=1)
+    try:
+        parts = _parts(value, rows)
+    except LossError as error:
+        raise LossError(f"The metric {name!r} cannot be averaged over the batch. {error}") from None
     if len(parts) != 1:
         raise LossError(f"The metric {name!r} is a sum of {len(parts)} terms; give each its own name.")
     return replace(parts[0], total=parts[0].total.detach())

@@ -47,6 +47,19 @@ CHOICES: dict[str, tuple[object, ...]] = {
 }
 
 
+KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "items": (callable, "a function of the micro-batch: items=lambda batch: len(batch['labels'])"),
+    "collate": (callable, "a function of a list of samples, such as a DataLoader's collate_fn"),
+    "whole": (lambda v: isinstance(v, (tuple, list, set, frozenset)), "a sequence of names: whole=('mask',)"),
+    "accumulate_in": (
+        lambda v: isinstance(v, torch.dtype) and v.is_floating_point,
+        "a floating-point dtype: accumulate_in=torch.float32",
+    ),
+    "offload": (lambda v: isinstance(v, bool), "True or False"),
+}
+"""What the other options must be, and how to say it."""
+
+
 def checked(options: Options) -> Options:
     """Refuse a misspelt option or an unknown choice, which would otherwise be a silent no-op.
 
@@ -62,4 +75,6 @@ def checked(options: Options) -> Options:
         if name in CHOICES and value not in CHOICES[name]:
             known = ", ".join(repr(choice) for choice in CHOICES[name] if choice is not None)
             raise ValueError(f"{name}={value!r} is not known. Choose one of {known}.")
+        if name in KINDS and value is not None and not KINDS[name][0](value):
+            raise TypeError(f"{name}={value!r:.80} is of type {type(value).__name__}; pass {KINDS[name][1]}.")
     return options

@@ -173,7 +173,7 @@ class Gradients:
                 self._hooks.append(hook)
 
     def _widens(self, parameter: Tensor) -> bool:
-        return self._dtype is not None and is_half(parameter)
+        return self._dtype is not None and _bits(parameter.dtype) < _bits(self._dtype) and parameter.is_floating_point()
 
     def _note(self, parameter: Tensor) -> None:
         """Record that a backward has added to a parameter, and move what it added to the wider sum."""
@@ -270,6 +270,10 @@ def precise(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
 
 
+def _bits(dtype: torch.dtype) -> int:
+    return 8 * dtype.itemsize
+
+
 def is_half(tensor: Tensor) -> bool:
     """Tell whether a tensor has fewer than 32 bits a number."""
     return tensor.is_floating_point() and tensor.element_size() < 4
@@ -278,8 +282,9 @@ def is_half(tensor: Tensor) -> bool:
 def power_of_two(number: Count) -> Count:
     """Round up to a power of two of at least 1: a divisor that costs no digit."""
     if isinstance(number, Tensor):
-        return torch.exp2(torch.ceil(torch.log2(number.abs().clamp(min=1.0))))
-    return 2.0 ** math.ceil(math.log2(max(abs(number), 1.0)))
+        power = torch.exp2(torch.ceil(torch.log2(number.abs().clamp(min=1.0))))
+        return torch.where(power.isfinite(), power, 1.0)
+    return 2.0 ** math.ceil(math.log2(max(abs(number), 1.0))) if math.isfinite(number) else 1.0
 
 
 def device_of(model: nn.Module) -> torch.device | None:

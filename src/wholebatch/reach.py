@@ -1,11 +1,11 @@
-"""Which tensors a loss function can reach besides the model that it is given."""
+"""Which tensors and modules a loss function can reach besides the model that it is given."""
 
 from __future__ import annotations
 
 import functools
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -13,36 +13,57 @@ DEPTH = 4
 """How many functions, objects and containers are looked through one inside the other."""
 
 
-def named_leaves(function: Callable[..., Any]) -> list[Tensor]:
-    """List the leaf tensors with gradient that a function names: a criterion's weights, a learned temperature.
+class Reach(NamedTuple):
+    """The leaf tensors with gradient, and the modules, that a function names."""
+
+    leaves: list[Tensor]
+    modules: list[nn.Module]
+
+
+def reach_of(function: Callable[..., Any]) -> Reach:
+    """List what a loss function names besides its arguments: a criterion's weights, a learned temperature, a head.
 
     Looks at what the function closes over, its defaults, the arguments of a ``partial``, the object that it is bound
-    to, and the globals that its code mentions; through containers, functions and plain objects. What it reaches in
-    another way shows in the graph of a micro-batch that uses it.
+    to, and the globals that its code mentions; through containers, functions, plain objects, and the plain lists of
+    modules. What it reaches in another way shows in the graph of a micro-batch that uses it.
 
     Example:
         >>> import torch
         >>> scale = torch.ones((), requires_grad=True)
-        >>> [leaf is scale for leaf in named_leaves(lambda model, rows: model(rows) * scale)]
+        >>> [leaf is scale for leaf in reach_of(lambda model, rows: model(rows) * scale).leaves]
         [True]
     """
-    found: dict[int, Tensor] = {}
-    _look([function], found, set(), DEPTH)
-    return list(found.values())
+    leaves: dict[int, Tensor] = {}
+    modules: dict[int, nn.Module] = {}
+    _look([function], leaves, modules, set(), DEPTH)
+    return Reach(list(leaves.values()), list(modules.values()))
 
 
-def _look(values: Iterable[Any], found: dict[int, Tensor], seen: set[int], depth: int) -> None:
+def unlisted(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the modules that a module keeps in plain lists or dicts, where torch does not see them."""
+    for name, value in vars(module).items():
+        if type(value) in (list, tuple, dict) and value and name[0] != "_":
+            inside = value.values() if isinstance(value, dict) else value
+            yield from (each for each in inside if isinstance(each, nn.Module))
+
+
+def _look(
+    values: Iterable[Any], leaves: dict[int, Tensor], modules: dict[int, nn.Module], seen: set[int], depth: int
+) -> None:
     for value in values:
         if id(value) in seen:
             continue
         seen.add(id(value))
         if isinstance(value, nn.Module):
-            found.update((id(p), p) for p in value.parameters() if p.requires_grad)
+            for part in value.modules():
+                modules[id(part)] = part
+                _look(unlisted(part), leaves, modules, seen, depth)
+            leaves.update((id(p), p) for p in value.parameters() if p.requires_grad)
         elif isinstance(value, Tensor):
             if value.is_leaf and value.requires_grad:
-                found[id(value)] = value
+                leaves[id(value)] = value
         elif depth:
-            _look(_inside(value), found, seen, depth - 1)
+            _look(_inside(value), leaves, modules, seen, depth - 1)
 
 
 def _inside(value: Any) -> Iterator[Any]:
@@ -69,9 +90,17 @@ def _named_by(function: types.FunctionType) -> Iterator[Any]:
             continue
     yield from function.__defaults__ or ()
     yield from (function.__kwdefaults__ or {}).values()
-    for name in _global_names(function.__code__):
-        if name in function.__globals__:
-            yield function.__globals__[name]
+    names = set(_global_names(function.__code__))
+    for name in names & function.__globals__.keys():
+        value = function.__globals__[name]
+        if isinstance(value, types.ModuleType):  # what is written as settings.scale
+            yield from (vars(value)[inner] for inner in names & vars(value).keys() if _learns(vars(value)[inner]))
+        else:
+            yield value
+
+
+def _learns(value: Any) -> bool:
+    return isinstance(value, (nn.Module, Tensor))
 
 
 def _global_names(code: types.CodeType) -> Iterator[str]:

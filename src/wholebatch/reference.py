@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from wholebatch.batch import Nest, join, move, rows_of
 from wholebatch.errors import LossError, SplitError
 from wholebatch.loss import Answer, Mean, read
-from wholebatch.reach import named_leaves
+from wholebatch.reach import reach_of
 from wholebatch.state import State
 from wholebatch.window import Window, pieces_of
 
@@ -129,7 +129,7 @@ def plain_gradient(
 def named_targets(twin: nn.Module, model: nn.Module, loss_fn: LossFunction) -> dict[str, Tensor]:
     """Return all that receives a gradient: the twin's parameters, and what only the loss function names."""
     own = {id(parameter) for parameter in model.parameters()}
-    outer = [leaf for leaf in named_leaves(loss_fn) if id(leaf) not in own]
+    outer = [leaf for leaf in reach_of(loss_fn).leaves if id(leaf) not in own]
     named = {name: parameter for name, parameter in twin.named_parameters() if parameter.requires_grad}
     return {**named, **{f"loss_fn[{place}]": leaf for place, leaf in enumerate(outer)}}
 

@@ -28,15 +28,12 @@ class Shares:
 
     def __init__(self, scaler: GradScaler | None, divides: int, drops_empty: bool) -> None:
         self._scaler, self._divides, self._drops_empty = scaler, divides, drops_empty
+        self._some = self._constant = False
         self._units: dict[tuple[torch.device, torch.dtype], Tensor] = {}
         self._made: dict[tuple[torch.device, torch.dtype, float], Tensor] = {}
 
     def of(self, answer: Answer, denominators: Denominators) -> tuple[list[Tensor], Seeds]:
-        """Return the tensors to go back from, and what to begin with at each.
-
-        Raises:
-            LossError: if nothing in the answer depends on a parameter, though it has items.
-        """
+        """Return the tensors to go back from, and what to begin with at each; none for an answer that is constant."""
         divisors = denominators.of(answer)
         empty = _empty(divisors) if self._drops_empty else set()
         outputs: list[Tensor] = []
@@ -45,9 +42,22 @@ class Shares:
             if output.requires_grad and key not in empty:
                 outputs.append(output)
                 seeds.append(self._seed(output, weight, divisors[key]))
-        if not outputs:
-            _refuse_constant(answer)
+        self._some |= bool(outputs)
+        self._constant |= not outputs and _has_items(answer)
         return outputs, seeds
+
+    def check(self) -> None:
+        """Raise if the window is over and nothing in it depended on a parameter, though it had items.
+
+        Raises:
+            LossError: saying what may be the cause.
+        """
+        if self._constant and not self._some:
+            off = " Gradients are disabled here: torch.no_grad()." if not torch.is_grad_enabled() else ""
+            raise LossError(
+                "The loss of this window does not depend on any parameter that requires a gradient, in no micro-batch."
+                f"{off} Compute it from the model's output, and look whether the model is frozen (requires_grad)."
+            )
 
     def _seed(self, output: Tensor, weight: float, divisor: Count) -> Tensor:
         if isinstance(divisor, Tensor):
@@ -83,12 +93,6 @@ def _empty(divisors: Divisors) -> set[TermKey]:
     return empty if len(empty) < len(divisors) else set()
 
 
-def _refuse_constant(answer: Answer) -> None:
+def _has_items(answer: Answer) -> bool:
     counts = [term.count for term in answer.terms.values() if term.kind not in KNOWN]
-    if counts and all(count == 0 for count in counts):
-        return
-    cause = "" if torch.is_grad_enabled() else " (gradients are disabled here: torch.no_grad())"
-    raise LossError(
-        f"The loss of a micro-batch does not depend on any parameter that requires a gradient{cause}. Return None for a "
-        "micro-batch with nothing to learn from."
-    )
+    return not counts or any(isinstance(count, Tensor) or count != 0 for count in counts)

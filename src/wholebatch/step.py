@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from typing_extensions import Unpack
 
-from wholebatch.errors import NonFiniteError
+from wholebatch.errors import LossError, NonFiniteError
 from wholebatch.gradient import LossFunction, Pending, Result, accumulate
 from wholebatch.loss import Count
 from wholebatch.options import Options, checked
@@ -174,7 +174,14 @@ class Step:
 
     def _refusal(self, pending: Pending, norm: float, loss: float, items: bool) -> str | None:
         if not items:
-            return "no items: the window holds nothing to learn from"
+            nothing = "no items: the window holds nothing to learn from"
+            silent = "no loss: loss_fn returned None for every micro-batch"
+            return nothing if pending.result.terms else silent
+        if not pending.gradients.held():
+            raise LossError(
+                f"None of the optimizer's {len(pending.gradients.parameters)} parameters has received a gradient from this "
+                "window. Build the optimizer from the parameters of the model that the loss is computed with."
+            )
         if math.isfinite(norm) and (math.isfinite(loss) or self.scaler is not None):
             return None
         if self.scaler is not None:
@@ -219,7 +226,9 @@ def _schedulers(scheduler: Any) -> list[Any]:
     schedulers = list(scheduler) if isinstance(scheduler, (list, tuple)) else [] if scheduler is None else [scheduler]
     for each in schedulers:
         if isinstance(each, torch.optim.lr_scheduler.ReduceLROnPlateau):
-            raise TypeError("ReduceLROnPlateau steps on a metric, once an evaluation: call it yourself, outside of wb.Step.")
+            raise TypeError("ReduceLROnPlateau steps on a metric, once an evaluation: call it outside of wb.Step.")
+        if not callable(getattr(each, "step", None)):
+            raise TypeError(f"scheduler is {type(each).__name__}, which has no step(). Pass one of torch.optim.lr_scheduler.")
     return schedulers
 
 

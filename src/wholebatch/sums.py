@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from wholebatch.errors import LossError, SyncError
-from wholebatch.loss import Answer, Count, Mean, TermKey, describe, plain_count
+from wholebatch.loss import Answer, Count, Mean, TermKey, plain_count
 
 KNOWN = ("one", "once")
 """The kinds of terms whose denominator does not depend on the batch."""
@@ -22,7 +22,7 @@ class Schema:
 
     named: bool = False
     terms: tuple[tuple[TermKey, str], ...] = ()
-    metrics: tuple[str, ...] = ()
+    metrics: tuple[tuple[str, str], ...] = ()
 
     def __or__(self, other: Schema) -> Schema:
         if not other.terms:
@@ -68,7 +68,7 @@ class Sums:
         numbers: list[Count] = []
         for key, _ in schema.terms:
             numbers += [self.totals.get(key, 0.0), self.weighted.get(key, 0.0), self.counts.get(key, 0.0)]
-        for name in schema.metrics:
+        for name, _ in schema.metrics:
             numbers += self.metrics.get(name, (0.0, 0.0))
         return torch.tensor([float(n) for n in numbers], dtype=torch.float64)
 
@@ -78,7 +78,7 @@ class Sums:
         sums, rest = cls(schema), iter(numbers.unbind())
         for key, _ in schema.terms:
             sums.totals[key], sums.weighted[key], sums.counts[key] = next(rest), next(rest), float(next(rest))
-        sums.metrics = {name: (next(rest), float(next(rest))) for name in schema.metrics}
+        sums.metrics = {name: (next(rest), float(next(rest))) for name, _ in schema.metrics}
         return sums
 
     def report(self, device: torch.device | None) -> dict[str, Any]:
@@ -94,7 +94,10 @@ class Sums:
             "loss": loss,
             "terms": self._as_returned(means, shares),
             "items": self._as_returned(items),
-            "metrics": {name: quotient(*sums) for name, sums in self.metrics.items()},
+            "metrics": {
+                name: quotient(self.metrics[name][0], 1.0 if kind == "one" else self.metrics[name][1])
+                for name, kind in self.schema.metrics
+            },
         }
 
     def _as_returned(
@@ -162,7 +165,8 @@ class Tally:
         """Add up what was noted."""
         terms, metrics = _by_key(self._terms), _by_key(self._metrics)
         kinds = tuple((key, notes[0].kind) for key, notes in terms.items())
-        sums = Sums(Schema(self._form is not None and self._form[0], kinds, tuple(metrics)))
+        metric_kinds = tuple((name, notes[0].kind) for name, notes in metrics.items())
+        sums = Sums(Schema(self._form is not None and self._form[0], kinds, metric_kinds))
         for key, notes in terms.items():
             sums.totals[key] = _sum([note.total for note in notes])
             sums.weighted[key] = _weighted(notes, sums.totals[key])
