@@ -294,6 +294,14 @@ def test_batch_norm_outside_of_the_model_is_refused_too() -> None:
         wb.backward(Head(), lambda model, rows: model(rows).square(), ROWS, 3)
 
 
+def test_a_graph_shared_between_micro_batches_is_named() -> None:
+    model = Counted()
+    features = model.inner[0](ROWS)
+    with pytest.raises(wb.LossError, match="share a graph"):
+        wb.backward(model, lambda model, x: model.inner[2](x).square(), features, 3)
+    assert all(p.grad is None for p in model.parameters())
+
+
 def test_weights_that_are_no_number_are_no_crash() -> None:
     model = Counted()
     result = wb.backward(model, lambda m, x: wb.mean(m(x).mean(1), torch.full((len(x),), float("nan"))), ROWS, 3)

@@ -198,3 +198,16 @@ def test_a_ramp_goes_on_where_the_last_epoch_ended() -> None:
         ramp({5: 2})
     with pytest.raises(ValueError, match="at least one"):
         ramp({0: 0})
+
+
+@pytest.mark.parametrize("count", [8, 12], ids=["fewer", "more"])
+def test_a_loader_of_another_length_is_refused_and_not_cut_short(count: int) -> None:
+    nominal = NominalBatch(nbs=64, batch=16, micro_batches=10, epochs=2, warmup_epochs=0)
+    with pytest.raises(ValueError, match="the schedule was made for 10"):
+        list(nominal.windows(range(count)))
+
+
+def test_an_iterator_that_is_used_up_after_one_epoch_is_refused() -> None:
+    nominal = NominalBatch(nbs=64, batch=16, micro_batches=8, epochs=3, warmup_epochs=0)
+    with pytest.raises(ValueError, match="Epoch 1 has 0 micro-batches"):
+        list(nominal.windows(iter(range(8))))

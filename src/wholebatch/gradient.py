@@ -371,8 +371,13 @@ class _Run:
     def _backward(self, outputs: Sequence[Tensor], seeds: Sequence[Tensor | None]) -> None:
         try:
             torch.autograd.backward(outputs, seeds)
-        except RuntimeError:  # only then is it worth a look whether parts of the graph added on their own
-            self.gradients.torn |= reentrant(outputs)
+        except RuntimeError as error:
+            if "backward through the graph a second time" in str(error):
+                raise LossError(
+                    "Two micro-batches share a graph that was made outside of loss_fn, and the first backward has freed "
+                    "it. Compute everything that carries gradient inside of loss_fn, from the model and the micro-batch."
+                ) from error
+            self.gradients.torn |= reentrant(outputs)  # then nobody can tell how much of it has been added
             raise
 
     def _without_reducer(self, auto: Auto | None) -> Travel:

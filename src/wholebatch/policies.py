@@ -9,7 +9,6 @@ from __future__ import annotations
 import bisect
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from itertools import chain
 from typing import Literal, TypedDict, TypeVar
 
 from wholebatch.window import Window, windows
@@ -264,11 +263,27 @@ class NominalBatch:
         """Iterate over `loader` once an epoch and yield, for each step, its last iteration and its window.
 
         Only windows that make a step are yielded. A sampler's `set_epoch` is the caller's: wrap the loader.
+
+        Raises:
+            ValueError: an epoch of `loader` has another number of micro-batches than the schedule was made for.
         """
-        sizes = self.sizes()
         boundaries = (iteration for iteration in self.trace() if iteration.steps)
-        batches = chain.from_iterable(loader for _ in range(self.epochs))
-        yield from zip(boundaries, windows(batches, sizes), strict=False)
+        yield from zip(boundaries, windows(self._batches(loader), self.sizes()), strict=False)
+
+    def _batches(self, loader: Iterable[T]) -> Iterator[T]:
+        for epoch in range(self.epochs):
+            count = 0
+            for count, batch in enumerate(loader, 1):
+                if count > self.micro_batches:
+                    break
+                yield batch
+            if count != self.micro_batches:
+                more = "more" if count > self.micro_batches else str(count)
+                raise ValueError(
+                    f"Epoch {epoch} has {more} micro-batches, but the schedule was made for {self.micro_batches}: steps "
+                    "would fall elsewhere. Build NominalBatch(micro_batches=len(loader), ...), and pass a loader that "
+                    "can be walked through once an epoch."
+                )
 
     def report(self) -> str:
         """Say in one line how far the step is from the nominal batch, and what is done about it."""
