@@ -156,6 +156,8 @@ def residual() -> nn.Module:
 
 
 def spectral() -> nn.Module:
+    if torch.__version__ < (2, 8):
+        pytest.skip("torch.export refuses spectral norm before torch 2.8, and so do stages, with that reason")
     constrained = nn.utils.parametrizations.spectral_norm(nn.Linear(5, 6))
     return nn.Sequential(constrained, nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 3))
 

@@ -195,9 +195,14 @@ def _draws() -> tuple[Any, Any]:
 
 
 def _attributes(model: nn.Module) -> dict[str, dict[str, Any]]:
+    """Note what stands on every module besides its tensors and parts, lists by their members."""
     own = ("_parameters", "_buffers", "_modules")
     return {
-        name: {key: value for key, value in vars(module).items() if key not in own}
+        name: {
+            key: (value, list(value) if isinstance(value, list) else None)
+            for key, value in vars(module).items()
+            if key not in own
+        }
         for name, module in model.named_modules()
     }
 
@@ -205,14 +210,20 @@ def _attributes(model: nn.Module) -> dict[str, dict[str, Any]]:
 def _restore_attributes(model: nn.Module, before: dict[str, dict[str, Any]]) -> list[str]:
     """Take back what forward put on modules; return the names of tensors with a graph among it."""
     kept = []
-    for name, module in model.named_modules():
-        for key, value in _attributes(module)[""].items():
-            if any(isinstance(leaf, FakeTensor) and leaf.requires_grad for leaf in pytree.tree_leaves(value)):
+    for name, attributes in _attributes(model).items():
+        module = model.get_submodule(name)
+        for key, (value, _) in attributes.items():
+            leaves = pytree.tree_leaves(value)
+            if any(isinstance(leaf, FakeTensor) and leaf.grad_fn is not None for leaf in leaves):
                 kept.append(f"{name}.{key}".lstrip("."))
             if key not in before[name]:
                 delattr(module, key)
-            elif before[name][key] is not value:
-                setattr(module, key, before[name][key])
+                continue
+            old, members = before[name][key]
+            if old is not value:
+                setattr(module, key, old)
+            if members is not None:
+                old[:] = members  # torch 2.6 leaves tensors without data in the lists of recurrent layers
     return kept
 
 
