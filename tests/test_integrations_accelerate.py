@@ -92,7 +92,8 @@ def accumulated(
 
 
 def on_cpu() -> Any:
-    accelerate.state.GradientState._reset_state()  # every accelerator of a process shares it
+    accelerate.state.GradientState._reset_state()  # every accelerator of a process shares both
+    accelerate.state.AcceleratorState._reset_state()
     return accelerate.Accelerator(cpu=True, gradient_accumulation_steps=STEPS)
 
 

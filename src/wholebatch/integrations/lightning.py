@@ -82,13 +82,14 @@ def whole(module: lightning.LightningModule, returned: Any) -> Tensor:
     if not module.trainer.training:
         answer = read(returned, rows=1)
         return torch.stack([term.value for term in ({} if answer is None else answer.terms).values()]).sum()
-    found = [callback for callback in module.trainer.callbacks if isinstance(callback, Exact)]
+    trainer: Any = module.trainer
+    found = [callback for callback in trainer.callbacks if isinstance(callback, Exact)]
     if not found:
         raise LossError(
             f"whole(...) gives {type(module).__name__} a share of a window, and nothing ends the window. Add the "
             "callback: Trainer(..., callbacks=[Exact()])."
         )
-    return found[0].share(returned, module.trainer.accumulate_grad_batches)
+    return found[0].share(returned, trainer.accumulate_grad_batches)
 
 
 def backward(
@@ -121,11 +122,12 @@ def backward(
         >>> backward(fabric, model, lambda model, x: model(x).square(), torch.randn(10, 3), 4).micro_batches
         3
     """
-    strategy = owner.strategy if isinstance(owner, lightning.Fabric) else owner.trainer.strategy
+    strategy: Any = owner.strategy if isinstance(owner, lightning.Fabric) else owner.trainer.strategy
+    outer: Any
     _refuse(strategy)
     if isinstance(owner, lightning.Fabric):
         precision, outer = strategy.precision, model
-        model = _Bare(_wrapper_in(outer) or outer.module, precision)
+        model = _Bare(_wrapper_in(model) or outer.module, precision)
     else:
         precision, outer = strategy.precision_plugin, strategy.model
     inner = _wrapper_in(outer) or model

@@ -134,7 +134,7 @@ class _Inside(transformers.Trainer):
     def _track_num_input_tokens(self, inputs: Any) -> None:
         if not inputs:  # ranks count together: one that has nothing left brings nothing
             inputs = {getattr(self.model, "main_input_name", "input_ids"): torch.zeros(0, device=self.args.device)}
-        super()._track_num_input_tokens(inputs)  # type: ignore[no-untyped-call]
+        super()._track_num_input_tokens(inputs)
 
     @property
     def _cuts_samples(self) -> bool:
@@ -175,11 +175,11 @@ class _Outside(transformers.Trainer):
         if self._meaning.asking:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         kept, items = {**inputs}, self._meaning.evaluated(model, inputs)
-        told = num_items_in_batch if num_items_in_batch is None or items is None else items
-        returned = super().compute_loss(model, inputs, return_outputs, told)
-        loss, outputs = returned if return_outputs else (returned, None)
+        if num_items_in_batch is not None and items is not None:
+            num_items_in_batch = items
+        loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
         answer = self._meaning.answer(loss, kept, items)
-        if self._tally is not None and answer is not None:
+        if self._tally is not None:
             self._tally.add(answer)
         if answer is not None and not is_number(loss):
             loss = torch.stack([term.value for term in answer.terms.values()]).sum()

@@ -69,7 +69,7 @@ class _Later:
         getattr(self.own, "update", int)()
 
 
-class _Whole(BaseTrainer):  # type: ignore[misc]
+class _Whole(BaseTrainer):
     """The steps of a window; stands above the trainer."""
 
     _options: ClassVar[Options] = {}
