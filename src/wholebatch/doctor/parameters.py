@@ -65,7 +65,8 @@ class Parameters:
         pending, changed = [], []
         for number, parameter in enumerate(self.tensors):
             gradient = parameter.grad
-            mark = (0, 0) if gradient is None else (id(gradient), gradient._version)
+            held = getattr(gradient, "_local_tensor", gradient)  # only the local part of a shard counts its versions
+            mark = (0, 0) if held is None else (id(held), held._version)
             if mark != self.marks.get(number, (0, 0)):
                 changed.append(number)
                 self.marks[number] = mark

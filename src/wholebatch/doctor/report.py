@@ -12,6 +12,10 @@ from wholebatch.doctor.shares import divisions
 from wholebatch.doctor.story import Story, Window, read
 from wholebatch.doctor.trace import Backward, Step, Trace
 
+REDUCED = (
+    "FSDP reduces gradients with every piece: the least memory. model.set_requires_gradient_sync(last_piece) reduces once "
+    "a window, and holds the gradient unsharded until then."
+)
 # What a measurement calls by a general name, and what the trace may know more of.
 SAME = {"rows-meet": ("batch-norm", "in-batch-negatives"), "last-window-short": ("first-window-short",)}
 
@@ -140,9 +144,15 @@ def with_measurement(findings: list[Finding], measurement: Measurement | None) -
     return [measured, *(finding for finding in findings if finding is not seen)]
 
 
+def reduces_each_piece(window: Window) -> bool:
+    """Tell whether FSDP reduced gradients with every piece of a window of several."""
+    sharded = [piece for piece in window.pieces if any(forward.wrapper == "fsdp" for forward in piece.forwards)]
+    return window.length > 1 and len(sharded) > 1 and all(piece.backward.touched for piece in sharded)
+
+
 def notes_on(stories: list[Story], findings: list[Finding]) -> list[str]:
     """Return facts worth knowing that are no faults."""
-    notes = []
+    notes = [REDUCED] if any(reduces_each_piece(window) for window in windows_of(stories[0])) else []
     for one in divisions(stories):
         error = usual_error(one)
         if error is not None and error > 1e-3 and not findings:

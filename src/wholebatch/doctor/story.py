@@ -167,17 +167,21 @@ class Reader:
 
     def on_backward(self, event: Backward) -> None:
         """Add a piece, after noticing whether the earlier ones are still there."""
-        if event.touched & self.own:
+        if event.touched & self.own or self.waits_unsharded(event):
             self.notice_cleared(event)
             if not self.window.pieces and not self.window.lost and event.pending & event.touched & self.own:
                 self.window.stale = True
             self.window.pieces.append(Piece(event, self.forwards))
         self.forwards = []
 
+    def waits_unsharded(self, event: Backward) -> bool:
+        """Tell whether FSDP keeps this backward's gradient to itself until it reduces: nothing shows in ``.grad``."""
+        return not event.touched and any(forward.wrapper == "fsdp" and forward.grad for forward in self.forwards)
+
     def notice_cleared(self, event: Backward) -> None:
         """Drop the pieces that were cleared: lost ones are kept apart, used ones are forgotten."""
         held = frozenset().union(*(piece.backward.touched for piece in self.window.pieces)) & self.own
-        if not self.window.pieces or held & event.pending:
+        if not held or held & event.pending:
             return
         lost = [piece for piece in self.window.pieces if not self.used(piece.backward, event)]
         self.window.lost += lost
