@@ -16,7 +16,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "wholebatch"
 LAYERS = (
     ("errors",),
     # facts: about losses, numbers, models and batches
-    ("survey", "reach", "state", "loss", "losses", "precision", "sums", "denominators", "shares", "moments", "norms"),
+    ("reach", "survey", "state", "loss", "losses", "precision", "sums", "denominators", "shares", "moments", "norms"),
     ("leaves", "batch", "memory", "checkpointing"),
     # the batch and its pieces
     ("padding", "sizes", "window", "dealing"),

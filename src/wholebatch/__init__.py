@@ -4,11 +4,13 @@
 takes the place of ``loss.backward()``; everything else here is a companion of that sentence.
 """
 
+from __future__ import annotations
+
 from wholebatch import doctor, losses, norms
 from wholebatch.arrangement import Arrangement
 from wholebatch.checking import Check, check
 from wholebatch.checkpointing import checkpointed
-from wholebatch.coupled import coupled_backward
+from wholebatch.coupled import Coupled, coupled_backward
 from wholebatch.dealing import DealtBatches
 from wholebatch.detector import Coupling, find_coupling
 from wholebatch.errors import (
@@ -35,6 +37,7 @@ __all__ = [
     "Arrangement",
     "Auto",
     "Check",
+    "Coupled",
     "Coupling",
     "DealtBatches",
     "InexactError",

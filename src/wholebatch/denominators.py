@@ -148,8 +148,8 @@ class Known:
                 continue
             if not math.isclose(found, expected, rel_tol=1e-5, abs_tol=1e-9):
                 raise InexactError(
-                    f"{self._source} counted {expected:g} items for the term {key[0]!r}, its loss divides by {found:g}: "
-                    "the gradient would be off by their ratio. Count the same items in both, micro-batches for which "
+                    f"{self._source} counted {expected:g} items for the term {key[0]!r}, its loss divides by {found:g}"
+                    ": the gradient would be off by their ratio. Count the same items in both, micro-batches for which "
                     "the loss function returns None included."
                 )
         if self._before is not None:
@@ -198,7 +198,7 @@ def _same_answers(before: Sums, now: Sums) -> None:
         if first.device.type == "cpu" and not torch.isclose(first, second, rtol=1e-3, atol=1e-6, equal_nan=True):
             raise InexactError(
                 f"The loss function answered differently the second time: the term {key[0]!r} added up to "
-                f"{first.item():g} in the counting pass and to {second.item():g} after it. It keeps a state of its own, "
+                f"{first.item():g} in the counting pass and to {second.item():g} after it. It keeps a state of its own "
                 "or draws from a generator of its own. State the counts with items=, then each micro-batch is run once."
             )
 

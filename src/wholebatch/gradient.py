@@ -32,7 +32,7 @@ from wholebatch.denominators import (
     uniform,
 )
 from wholebatch.errors import LossError, SyncError
-from wholebatch.loss import Answer, Count, TermKey, read
+from wholebatch.loss import Answer, Count, read
 from wholebatch.memory import offloaded
 from wholebatch.norms import pooled
 from wholebatch.options import Options, checked
@@ -45,8 +45,8 @@ from wholebatch.shares import Shares, weighted
 from wholebatch.sizes import Auto, Size
 from wholebatch.staged import window_for
 from wholebatch.state import State
+from wholebatch.sums import Sums, Tally, stated_sums
 from wholebatch.survey import Survey
-from wholebatch.sums import KNOWN, Sums, Tally, stated_sums
 from wholebatch.sync import Ranks, Status, Travel
 from wholebatch.window import Piece, pieces_of
 
@@ -374,8 +374,8 @@ class _Run:
         except RuntimeError as error:
             if "backward through the graph a second time" in str(error):
                 raise LossError(
-                    "Two micro-batches share a graph that was made outside of loss_fn, and the first backward has freed "
-                    "it. Compute everything that carries gradient inside of loss_fn, from the model and the micro-batch."
+                    "Two micro-batches share a graph that was made outside of loss_fn, and the first backward has freed"
+                    " it. Compute all that carries gradient inside of loss_fn, from the model and the micro-batch."
                 ) from error
             self.gradients.torn |= reentrant(outputs)  # then nobody can tell how much of it has been added
             raise
@@ -419,8 +419,8 @@ class _Run:
         """Notice a loss function that returned nothing because it went backward by itself."""
         if not sums.schema.terms and self.gradients.held():
             raise LossError(
-                f"loss_fn returned None for every one of {len(self.pieces)} micro-batches, but gradients have arrived: it "
-                "calls backward() itself. Return the loss instead, without reducing it, and leave going backward to us."
+                f"loss_fn returned None for every one of {len(self.pieces)} micro-batches, but gradients have arrived: "
+                "it calls backward() itself. Return the loss instead, unreduced; going backward is done for you."
             )
 
     def _refuse_moved_buffers(self) -> None:

@@ -352,7 +352,11 @@ def _spread(weights: object, values: Tensor) -> Tensor:
 
 
 def _sum(values: Tensor) -> Tensor:
-    return values.sum(dtype=torch.promote_types(values.dtype, torch.float32)) if values.is_floating_point() else values.sum()
+    return (
+        values.sum(dtype=torch.promote_types(values.dtype, torch.float32))
+        if values.is_floating_point()
+        else values.sum()
+    )
 
 
 def _wide(value: Tensor) -> Tensor:

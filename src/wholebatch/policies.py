@@ -280,9 +280,9 @@ class NominalBatch:
             if count != self.micro_batches:
                 more = "more" if count > self.micro_batches else str(count)
                 raise ValueError(
-                    f"Epoch {epoch} has {more} micro-batches, but the schedule was made for {self.micro_batches}: steps "
-                    "would fall elsewhere. Build NominalBatch(micro_batches=len(loader), ...), and pass a loader that "
-                    "can be walked through once an epoch."
+                    f"Epoch {epoch} has {more} micro-batches, but the schedule was made for {self.micro_batches}: "
+                    "steps would fall elsewhere. Build NominalBatch(micro_batches=len(loader), ...), and pass a loader "
+                    "that can be walked through once an epoch."
                 )
 
     def report(self) -> str:

@@ -85,7 +85,7 @@ class Gradients:
 
     def take(self, parameter: Tensor) -> Tensor | None:
         """Return a parameter's sum."""
-        return self._wide[id(parameter)] if id(parameter) in self._wide else parameter.grad
+        return self._wide.get(id(parameter), parameter.grad)
 
     def put(self, parameter: Tensor, total: Tensor | None) -> None:
         """Make a tensor the parameter's sum."""
@@ -205,7 +205,7 @@ def leaves_of(outputs: Iterable[Tensor]) -> list[Tensor]:
 
 
 def reentrant(outputs: Iterable[Tensor]) -> bool:
-    """Tell whether a backward from these outputs would run reentrant checkpoints, with backwards of their own inside."""
+    """Tell whether a backward from these outputs would run reentrant checkpoints, backwards of their own inside."""
     return any("CheckpointFunction" in node.name() for node in nodes_of(outputs))
 
 

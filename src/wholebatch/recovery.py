@@ -104,7 +104,6 @@ class Recovery:
         held = "" if peak is None else f" The device has held up to {peak / 2**30:.2f} GiB."
         return (
             f"One row alone does not fit into memory: {leaves}. It failed with: {said}{held} No smaller piece is left. "
-            "Try activation checkpointing (wb.checkpointed(model)), offload=True where there is a device, shorter rows, or "
-            f"parameters in {torch.bfloat16}."
+            "Try activation checkpointing (wb.checkpointed(model)), offload=True on a device, shorter rows, "
+            f"or parameters in {torch.bfloat16}."
         )
-

@@ -77,9 +77,9 @@ def _refuse_batch_norm(survey: Survey, pieces: Sequence[Piece]) -> None:
     raise InexactError(
         f"{len(layers)} BatchNorm layer{'s' * (len(layers) > 1)} using batch statistics (first: "
         f"{survey.path(layers[0])!r}) would normalise each micro-batch of {max(rows)} alone, not the batch of "
-        f'{sum(rows)}. Choose batch_norm="exact" (statistics of the whole batch), "pooled" (running statistics alone) or '
-        '"micro" (as usual), or put the layers into eval mode. Where one layer of the whole batch fits into memory, one '
-        "piece with offload=True is exact too, and faster than pieces."
+        f'{sum(rows)}. Choose batch_norm="exact" (statistics of the whole batch), "pooled" (running statistics alone) '
+        'or "micro" (as usual), or put the layers into eval mode. Where one layer of the whole batch fits into memory, '
+        "one piece with offload=True is exact too, and faster than pieces."
     )
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from typing_extensions import Unpack
 
+from wholebatch.coupled import Coupled, accumulate_coupled
 from wholebatch.errors import LossError, NonFiniteError
 from wholebatch.gradient import LossFunction, Pending, Result, accumulate
 from wholebatch.loss import Count
@@ -52,7 +53,7 @@ class Step:
     Args:
         model: as for :func:`wholebatch.backward`.
         optimizer: any that steps without a closure.
-        loss_fn: as for :func:`wholebatch.backward`.
+        loss_fn: as for :func:`wholebatch.backward`, or a :class:`Coupled` loss over all rows.
         micro_batch_size: rows, ``Tokens(...)``, ``Auto(...)``, or None.
         max_grad_norm: clip the gradient of the whole batch to this 2-norm.
         scheduler: one or several, stepped once a real step.
@@ -78,7 +79,7 @@ class Step:
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        loss_fn: LossFunction,
+        loss_fn: LossFunction | Coupled,
         *,
         micro_batch_size: Size = None,
         max_grad_norm: float | None = None,
@@ -112,9 +113,7 @@ class Step:
                 with it; the gradient then stays in ``.grad``, and nothing else has changed.
         """
         mine = [p for group in self.optimizer.param_groups for p in group["params"]]
-        pending = accumulate(
-            self.model, self.loss_fn, batch, self.micro_batch_size, scaler=self.scaler, also=mine, **self.options
-        )
+        pending = self._accumulate(batch, mine)
         ours = {id(p) for p in mine}
         pending.gradients.drop(keep=lambda parameter: id(parameter) in ours)
         if not pending.gradients.clean:
@@ -154,7 +153,9 @@ class Step:
             raise ValueError(f"This state has layout {state.get('version')!r}; this version reads {VERSION}.")
         if (state["scaler"] is None) != (self.scaler is None):
             here, there = ("no", "a") if self.scaler is None else ("a", "no")
-            raise ValueError(f"The state was saved with {there} scaler and this step has {here} scaler; build it alike.")
+            raise ValueError(
+                f"The state was saved with {there} scaler and this step has {here} scaler; build it alike."
+            )
         counters = state["counters"]
         self.windows, self.steps, self.rows = counters["windows"], counters["steps"], counters["rows"]
         if self.scaler is not None:
@@ -162,11 +163,20 @@ class Step:
         if state["size"] is not None and isinstance(self.micro_batch_size, Auto):
             self.micro_batch_size.load_state_dict(state["size"])
 
+    def _accumulate(self, batch: Any, mine: Sequence[Tensor]) -> Pending:
+        size, loss = self.micro_batch_size, self.loss_fn
+        if isinstance(loss, Coupled):
+            return accumulate_coupled(self.model, loss, batch, size, scaler=self.scaler, also=mine, **self.options)
+        return accumulate(self.model, loss, batch, size, scaler=self.scaler, also=mine, **self.options)
+
     def _read(self, pending: Pending) -> tuple[float, float, bool]:
         """Learn the gradient's norm, the loss and whether there were items: the one wait for the device."""
         loss = pending.result.loss
         wide = precise(loss.device)
-        norm = total_norm(pending.gradients.held(), loss.device).to(wide) * _tensor(pending.coefficient, loss.device, wide).abs()
+        norm = (
+            total_norm(pending.gradients.held(), loss.device).to(wide)
+            * _tensor(pending.coefficient, loss.device, wide).abs()
+        )
         if self.scaler is not None:
             norm = norm / self.scaler.scale(torch.ones((), device=loss.device))
         numbers = torch.stack([norm.to(wide), loss.to(wide), _tensor(pending.items, loss.device, wide)]).tolist()
@@ -179,8 +189,8 @@ class Step:
             return nothing if pending.result.terms else silent
         if not pending.gradients.held():
             raise LossError(
-                f"None of the optimizer's {len(pending.gradients.parameters)} parameters has received a gradient from this "
-                "window. Build the optimizer from the parameters of the model that the loss is computed with."
+                f"None of the optimizer's {len(pending.gradients.parameters)} parameters has received a gradient from "
+                "this window. Build the optimizer from the parameters of the model that the loss is computed with."
             )
         if math.isfinite(norm) and (math.isfinite(loss) or self.scaler is not None):
             return None
@@ -228,7 +238,9 @@ def _schedulers(scheduler: Any) -> list[Any]:
         if isinstance(each, torch.optim.lr_scheduler.ReduceLROnPlateau):
             raise TypeError("ReduceLROnPlateau steps on a metric, once an evaluation: call it outside of wb.Step.")
         if not callable(getattr(each, "step", None)):
-            raise TypeError(f"scheduler is {type(each).__name__}, which has no step(). Pass one of torch.optim.lr_scheduler.")
+            raise TypeError(
+                f"scheduler is {type(each).__name__}, which has no step(). Pass one of torch.optim.lr_scheduler."
+            )
     return schedulers
 
 
@@ -238,8 +250,8 @@ def _without_arguments(calls: Sequence[Callable[[], object]]) -> list[Callable[[
             inspect.signature(call).bind()
         except TypeError as error:
             raise TypeError(
-                f"after_step calls {getattr(call, '__name__', call)!r} without arguments, but it has a {error}. Wrap it: "
-                "after_step=[lambda: ema.update(model)]."
+                f"after_step calls {getattr(call, '__name__', call)!r} without arguments, but it has a {error}. "
+                "Wrap it: after_step=[lambda: ema.update(model)]."
             ) from None
         except ValueError:  # built-in callables have no signature to read
             continue
