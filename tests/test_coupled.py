@@ -257,10 +257,50 @@ def test_what_encode_may_not_return_is_refused_with_its_shape(encoder: Any, reas
         wb.coupled_backward(model, encoder, lambda *encoded: encoded[0].sum(), rows(), micro_batch_size=4)
 
 
-def test_sizes_that_change_by_themselves_are_refused() -> None:
+def short_of_memory(limit: int) -> Any:
+    """Encode at most so many rows at a time with a graph, as if more did not fit."""
+
+    def encode_some(model: nn.Module, pair: Any) -> Any:
+        if len(pair[0]) > limit:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return model(*pair)
+
+    return encode_some
+
+
+def test_auto_begins_anew_in_smaller_pieces_when_memory_runs_out() -> None:
+    model, pair, size = net(norm=True, drop=0.0), rows(), wb.Auto(8)
+    reference = whole_batch(net(norm=True), meant, pair)
+    result = wb.coupled_backward(
+        model, short_of_memory(3), contrast(model), pair, micro_batch_size=size, batch_norm="exact"
+    )
+    assert_same_gradient(model, reference)
+    assert (result.micro_batches, size.size) == (5, 2)
+    assert model.left[1].num_batches_tracked == 1
+
+
+def test_auto_ends_where_one_row_does_not_fit() -> None:
     model = net()
-    with pytest.raises(wb.InexactError, match="Auto"):
-        wb.coupled_backward(model, encode, contrast(model), rows(), micro_batch_size=wb.Auto(4))
+    with pytest.raises(wb.OutOfMemoryError, match=r"Micro-batches of 1 do not fit"):
+        wb.coupled_backward(model, short_of_memory(0), contrast(model), rows(), micro_batch_size=wb.Auto(4))
+    assert set(gradients_of(model).values()) == {None}
+
+
+def test_steps_on_a_loss_over_all_rows_train_as_on_the_whole_batch() -> None:
+    model, whole, pair = net(), net(), rows()
+    ours, theirs = (torch.optim.Adam(each.parameters(), lr=0.01) for each in (model, whole))
+    step = wb.Step(model, ours, wb.Coupled(TOWERS, contrast(model)), micro_batch_size=3, max_grad_norm=0.5)
+    for _ in range(4):
+        result = step(pair)
+        theirs.zero_grad()
+        loss = meant(whole, pair)
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(whole.parameters(), 0.5)
+        theirs.step()
+        assert result.stepped and result.grad_norm == pytest.approx(norm.item(), rel=1e-10)
+        assert result.loss.item() == pytest.approx(loss.item(), rel=1e-10)
+    for a, b in zip(model.parameters(), whole.parameters(), strict=True):
+        assert torch.allclose(a, b, rtol=1e-9, atol=1e-12)
 
 
 def test_the_usual_mean_of_the_pieces_losses_is_another_gradient() -> None:

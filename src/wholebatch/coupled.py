@@ -12,7 +12,7 @@ is made of (a temperature, a bias) gets its gradient in step 2, once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -23,17 +23,17 @@ from torch.utils import _pytree as pytree
 from typing_extensions import Unpack
 
 from wholebatch.batch import move
-from wholebatch.errors import InexactError, LossError, SplitError, SyncError
+from wholebatch.errors import InexactError, LossError, OutOfMemoryError, SplitError, SyncError
 from wholebatch.gathering import Everyone, everyone
 from wholebatch.gradient import Pending, Result
 from wholebatch.loss import Answer, Mean, read
-from wholebatch.memory import offloaded
+from wholebatch.memory import is_out_of_memory, offloaded, release
 from wholebatch.norms import pooled
 from wholebatch.options import Options, checked
 from wholebatch.precision import Gradients, device_of, leaves_of
 from wholebatch.ranks import ranks_of
 from wholebatch.refusals import refuse_inexact
-from wholebatch.sizes import Auto, Size
+from wholebatch.sizes import Auto, Size, Tokens
 from wholebatch.staged import window_for
 from wholebatch.state import State
 from wholebatch.sums import Sums, Tally
@@ -42,6 +42,28 @@ from wholebatch.sync import Ranks, Status
 from wholebatch.window import Piece, Window, pieces_of
 
 Encode: TypeAlias = "Callable[[Any, Any], Any]"
+
+
+@dataclass(frozen=True)
+class Coupled:
+    """A loss over all rows as one thing, for :class:`wholebatch.Step` in the place of a loss function.
+
+    Args:
+        encode: as in ``coupled_backward``.
+        loss_fn: as in ``coupled_backward``.
+        gather: as in ``coupled_backward``.
+
+    Example:
+        >>> model = torch.nn.Linear(3, 2)
+        >>> sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> spread = wb.Coupled(lambda model, x: model(x), lambda z: torch.pdist(z).mean())
+        >>> wb.Step(model, sgd, spread, micro_batch_size=4)(torch.randn(10, 3)).stepped
+        True
+    """
+
+    encode: Encode | Sequence[Encode]
+    loss_fn: Callable[..., Any]
+    gather: bool = False
 
 
 def coupled_backward(
@@ -59,7 +81,8 @@ def coupled_backward(
 
     ``loss_fn(*encode(model, batch))`` over the whole batch, though only a micro-batch is encoded with its graph at a
     time. The loss may be anything; random draws of the encoder are repeated, and buffers are updated once. Gradients
-    are added to what ``.grad`` holds. Costs 2k - 1 forward passes for k micro-batches.
+    are added to what ``.grad`` holds. Costs 2k - 1 forward passes for k micro-batches. With ``Auto``, all is done again
+    in smaller micro-batches when memory runs out.
 
     Args:
         model: plain or wrapped in ``DistributedDataParallel``.
@@ -82,6 +105,7 @@ def coupled_backward(
         InexactError: if a micro-batch encoded a second time says something else, or BatchNorm layers would see one
             micro-batch at a time.
         LossError: if what ``encode`` or ``loss_fn`` returns cannot be used.
+        OutOfMemoryError: with ``Auto``, if micro-batches of one row do not fit.
 
     Example:
         >>> model, rows = torch.nn.Linear(3, 2), torch.randn(10, 3)
@@ -89,43 +113,66 @@ def coupled_backward(
         >>> wb.coupled_backward(model, lambda model, x: model(x), spread, rows, micro_batch_size=4).micro_batches
         3
     """
-    return accumulate_coupled(
-        model, encode, loss_fn, batch, micro_batch_size, gather=gather, scaler=scaler, **options
-    ).finish()
+    loss = Coupled(encode, loss_fn, gather)
+    return accumulate_coupled(model, loss, batch, micro_batch_size, scaler=scaler, **options).finish()
 
 
 def accumulate_coupled(
     model: nn.Module,
-    encode: Encode | Sequence[Encode],
-    loss_fn: Callable[..., Any],
+    loss: Coupled,
     batch: Any,
     micro_batch_size: Size = None,
     *,
-    gather: bool = False,
     scaler: GradScaler | None = None,
-    also: Sequence[Tensor] = (),
+    also: Iterable[Tensor] = (),
     **options: Unpack[Options],
 ) -> Pending:
-    """Do all of ``coupled_backward`` but the last merge, which ``Step`` joins with its clip."""
+    """Do all of ``coupled_backward`` but the last multiplication, which ``Step`` joins with its clip."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is {type(model).__name__}; pass the torch.nn.Module whose gradient is wanted.")
-    if isinstance(micro_batch_size, Auto):
-        raise InexactError(
-            "micro_batch_size=Auto(...) splits micro-batches on the way, but all must be there before the loss is. "
-            "Give a number of rows or Tokens(...)."
+    chosen, others, survey = checked(options), list(also), Survey(model)
+    ranks = ranks_of(survey)
+
+    def run(size: int | Tokens | None) -> Pending:
+        wide = chosen.get("accumulate_in") or ranks.accumulate_in
+        gradients = Gradients([*model.parameters(), *others], ranks.views, wide)
+        with ranks:
+            pieces = pieces_of(batch, size, whole=chosen.get("whole", ()), collate=chosen.get("collate"))
+            refuse_inexact(survey, pieces, chosen)
+            order = None if isinstance(batch, Window) else _order(pieces)
+            with gradients, pooled(model, chosen.get("batch_norm") == "pooled"):
+                coupled = _Coupled(model, loss, pieces, ranks, gradients, chosen)
+                return coupled.pending(everyone(ranks, loss.gather), scaler, order)
+
+    if not isinstance(micro_batch_size, Auto):
+        return run(micro_batch_size)
+    if ranks.world > 1:
+        raise SyncError(
+            f"micro_batch_size={micro_batch_size!r} begins anew when memory runs out, for which the other "
+            f"{ranks.world - 1} ranks would have to wait. Give a number of rows or Tokens(...)."
         )
-    chosen = checked(options)
-    ranks = ranks_of(Survey(model))
-    wide = chosen.get("accumulate_in") or ranks.accumulate_in
-    gradients = Gradients([*model.parameters(), *also], ranks.views, wide)
-    encoders = list(encode) if isinstance(encode, Sequence) else [encode]
-    with ranks:
-        pieces = pieces_of(batch, micro_batch_size, whole=chosen.get("whole", ()), collate=chosen.get("collate"))
-        refuse_inexact(Survey(model), pieces, chosen)
-        order = None if isinstance(batch, Window) else _order(pieces)
-        with gradients, pooled(model, chosen.get("batch_norm") == "pooled"):
-            run = _Coupled(model, encoders, loss_fn, pieces, ranks, gradients, chosen)
-            return run.pending(everyone(ranks, gather), scaler, order)
+    return _fitting(micro_batch_size, run, State(model))
+
+
+def _fitting(auto: Auto, run: Callable[[int | Tokens], Pending], state: State) -> Pending:
+    """Begin anew in smaller pieces until they fit: the gradient does not depend on how the batch is cut."""
+    while True:
+        said, size = "", auto.size
+        try:
+            pending = run(size)
+            auto.rest()
+            return pending
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            said = str(error).split("\n", 1)[0]
+        release()
+        state.restore()
+        if auto.shrink() == size:
+            raise OutOfMemoryError(
+                f"Micro-batches of {size!r} do not fit into memory, and there are no smaller ones. It failed with: "
+                f"{said} Try activation checkpointing, offload=True where there is a device, or shorter rows."
+            )
 
 
 @dataclass
@@ -221,16 +268,16 @@ class _Coupled:
     def __init__(
         self,
         model: nn.Module,
-        encoders: Sequence[Encode],
-        loss_fn: Callable[..., Any],
+        loss: Coupled,
         pieces: Sequence[Piece],
         ranks: Ranks,
         gradients: Gradients,
         options: Options,
     ) -> None:
-        self.model, self.loss_fn, self.pieces = model, loss_fn, pieces
+        self.model, self.loss_fn, self.pieces = model, loss.loss_fn, pieces
         self.ranks, self.gradients = ranks, gradients
-        self.encoders = [_Encoder(model, function, pieces, options, ranks) for function in encoders]
+        functions = loss.encode if isinstance(loss.encode, Sequence) else [loss.encode]
+        self.encoders = [_Encoder(model, function, pieces, options, ranks) for function in functions]
 
     def pending(self, everyone: Everyone, scaler: GradScaler | None, order: Sequence[int] | None) -> Pending:
         """Encode, take the loss of all rows, and encode again backward."""
