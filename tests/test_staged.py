@@ -7,7 +7,9 @@ runs the net's own code on all pieces side by side and draws in the same order.
 from __future__ import annotations
 
 import copy
+import gc
 import random
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -626,3 +628,51 @@ def test_no_choice_of_cuts_has_fewer_bytes() -> None:
         values = [Value(b, generator.randint(b + 1, 7), generator.randint(1, 50)) for b in range(7) for _ in range(2)]
         every = [frozenset(c for c in range(7) if bits >> c & 1) for bits in range(2**7)]
         assert peak_bytes(values, 7, least_bytes(values, 7)) == min(peak_bytes(values, 7, kept) for kept in every)
+
+
+# What is remembered
+
+
+def test_a_model_is_captured_once_for_each_form_of_its_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+    export = torch.export.export
+    monkeypatch.setattr(torch.export, "export", lambda *args, **kwargs: made.append(1) or export(*args, **kwargs))
+    model, x = built(residual), images(12).double()
+    wb.backward(model, values, x, micro_batch_size=4, batch_norm="exact")
+    wb.backward(model, values, x[:8], micro_batch_size=4, batch_norm="exact")
+    assert len(made) == 1
+    for rows in (11, 10, 7):  # the last piece has 3, 2, 3 rows: one program for all numbers
+        wb.backward(model, values, x[:rows], micro_batch_size=4, batch_norm="exact")
+    assert len(made) == 2
+    model[1].act.inplace = False
+    wb.backward(model, values, x[:8], micro_batch_size=4, batch_norm="exact")
+    assert len(made) == 3
+
+
+def test_what_the_code_reads_from_the_model_is_read_again_when_it_changes() -> None:
+    model, x = built(residual), images().double()
+    wb.backward(model, values, x, micro_batch_size=4, batch_norm="exact")
+    model.zero_grad()
+    model[1].norm1.eps, model[1].norm2.momentum = 0.5, 0.9
+    model[2].eval()
+    reference = whole_batch(model, average, x)
+    wb.backward(model, values, x, micro_batch_size=4, batch_norm="exact")
+    assert_same_gradient(model, reference)
+    assert_same_buffers(model, reference.model)
+
+
+def test_a_model_that_is_not_used_any_more_is_given_back() -> None:
+    model = built(residual)
+    wb.backward(model, values, images().double(), micro_batch_size=4, batch_norm="exact")
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.compile's own
+def test_compiled_models_are_looked_into() -> None:
+    model, x = built(residual), images().double()
+    reference = whole_batch(model, average, x)
+    wb.backward(torch.compile(model), values, x, micro_batch_size=4, batch_norm="exact")
+    assert_same_gradient(model, reference)
