@@ -574,6 +574,21 @@ def test_settings_that_cannot_be_exact_are_refused_by_name(settings: Any, named:
         Run(exact(transformers.Trainer), tiny("GPT2LMHeadModel"), texts(), tmp_path, **settings)
 
 
+def test_tokens_are_not_counted_in_samples(tmp_path: Path) -> None:
+    with pytest.raises(wb.InexactError, match="include_num_input_tokens_seen"):
+        trainer = exact(transformers.Trainer, micro_batch_size=wb.Tokens(40))
+        Run(trainer, tiny("GPT2LMHeadModel"), texts(), tmp_path, include_num_input_tokens_seen="all")
+
+
+def test_the_tokens_of_a_run_are_the_trainers(tmp_path: Path) -> None:
+    model, rows = tiny("GPT2LMHeadModel"), texts()
+    runs = [
+        Run(t, model, rows, tmp_path, include_num_input_tokens_seen="all")
+        for t in (exact(transformers.Trainer), transformers.Trainer)
+    ]
+    assert runs[0].trainer.state.num_input_tokens_seen == runs[1].trainer.state.num_input_tokens_seen > 0
+
+
 def test_dropout_draws_anew_and_measuring_leaves_no_trace(tmp_path: Path) -> None:
     model = tiny("BertForSequenceClassification", num_labels=3, hidden_dropout_prob=0.3)
     rows = labelled(texts(), lambda i: i % 3)

@@ -222,7 +222,9 @@ def _refuse(trainer: transformers.Trainer, size: Size) -> None:
     """Name the first setting under which the Trainer's steps are not ours to make."""
     args, optim = trainer.args, getattr(trainer.args.optim, "value", trainer.args.optim)
     means = trainer.loss_is_scaled_for_ga is False and size is not None
+    tokens = size is not None and str(args.include_num_input_tokens_seen) not in ("no", "False")
     refused = {
+        "include_num_input_tokens_seen with a micro_batch_size, as samples are not collated when it counts": tokens,
         "loss_is_scaled_for_ga=False with a micro_batch_size, as a mean of means depends on the cut": means,
         "several GPUs in one process (DataParallel; torchrun starts a process for each)": args.n_gpu > 1,
         "deepspeed": trainer.is_deepspeed_enabled,
