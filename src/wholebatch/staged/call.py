@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,46 +17,55 @@ class Call:
     """``model(*args, **kwargs)`` as one micro-batch makes it.
 
     Attributes:
-        args: positional arguments, nests of tensors.
-        kwargs: arguments by name, sorted.
+        leaves: all arguments without their nest, in the order in which a graph takes them.
+        nest: how they are nested.
         autocast: for each device type its autocast as it was at the call: dtype and whether it was on.
+        form: everything about the call but the sizes and values of its tensors.
+        sizes: the size of every leaf that is a tensor, None for others.
     """
 
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    leaves: tuple[Any, ...]
+    nest: pytree.TreeSpec
     autocast: tuple[tuple[str, torch.dtype, bool], ...]
+    form: Hashable
+    sizes: tuple[tuple[int, ...] | None, ...]
 
     @classmethod
     def of(cls, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
         """Hold the arguments and the autocast of this moment."""
-        tensors = [leaf for leaf in pytree.tree_leaves((args, dict(kwargs))) if isinstance(leaf, Tensor)]
-        kinds = sorted({"cpu"} | {tensor.device.type for tensor in tensors if tensor.device.type != "meta"})
-        autocast = tuple((kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in kinds)
-        return cls(tuple(args), dict(sorted(kwargs.items())), autocast)
+        leaves, nest = pytree.tree_flatten((tuple(args), dict(sorted(kwargs.items()))))
+        devices = {leaf.device.type for leaf in leaves if isinstance(leaf, Tensor) and leaf.device.type != "meta"}
+        autocast = tuple(
+            (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
+            for kind in sorted({"cpu", *devices})
+        )
+        form = (str(nest), autocast, *(_form(leaf) for leaf in leaves))
+        sizes = tuple(tuple(leaf.shape) if isinstance(leaf, Tensor) else None for leaf in leaves)
+        return cls(tuple(leaves), nest, autocast, form, sizes)
 
     @property
-    def leaves(self) -> list[Any]:
-        """All arguments without their nest, in the order in which a graph takes them."""
-        return pytree.tree_leaves((self.args, self.kwargs))
+    def args(self) -> tuple[Any, ...]:
+        """The positional arguments."""
+        args: tuple[Any, ...] = pytree.tree_unflatten(list(self.leaves), self.nest)[0]
+        return args
+
+    @property
+    def kwargs(self) -> dict[str, Any]:
+        """The arguments by name, sorted."""
+        kwargs: dict[str, Any] = pytree.tree_unflatten(list(self.leaves), self.nest)[1]
+        return kwargs
+
+    def map(self, change: Callable[[Any], Any]) -> Call:
+        """Hold something else in the place of every leaf."""
+        return replace(self, leaves=tuple(change(leaf) for leaf in self.leaves))
 
     def ambient(self) -> ExitStack:
         """Restore the autocast of the call."""
         stack = ExitStack()
         for kind, dtype, enabled in self.autocast:
-            if enabled != torch.is_autocast_enabled(kind) or enabled:
+            if enabled or torch.is_autocast_enabled(kind):
                 stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled))
         return stack
-
-    @property
-    def form(self) -> Hashable:
-        """Everything about the call but the sizes and values of its tensors."""
-        leaves, spec = pytree.tree_flatten((self.args, self.kwargs))
-        return (str(spec), self.autocast, *(_form(leaf) for leaf in leaves))
-
-    @property
-    def sizes(self) -> tuple[tuple[int, ...], ...]:
-        """The size of every tensor."""
-        return tuple(tuple(leaf.shape) for leaf in self.leaves if isinstance(leaf, Tensor))
 
 
 def _form(leaf: Any) -> Hashable:
@@ -73,11 +82,8 @@ def varying(calls: Sequence[Call]) -> dict[tuple[int, int], str]:
     """
     names: dict[tuple[int, ...], str] = {}
     found: dict[tuple[int, int], str] = {}
-    for leaf, tensors in enumerate(zip(*(call.leaves for call in calls), strict=True)):
-        if not isinstance(tensors[0], Tensor):
-            continue
-        for dim in range(tensors[0].dim()):
-            sizes = tuple(tensor.shape[dim] for tensor in tensors)
+    for leaf, shapes in enumerate(zip(*(call.sizes for call in calls), strict=True)):
+        for dim, sizes in enumerate(zip(*(shape for shape in shapes if shape is not None), strict=True)):
             if len(set(sizes)) > 1:
                 found[leaf, dim] = names.setdefault(sizes, f"size_{len(names)}")
     return found

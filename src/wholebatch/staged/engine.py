@@ -96,12 +96,11 @@ class Engine:
         self.anchor = torch.zeros((), requires_grad=True)
 
     def forward(self, calls: Sequence[Call]) -> None:
-        """Bring all pieces as far as their last stage."""
+        """Bring all pieces as far as their last stage; the leaves of their calls wait on the shelf."""
         self.calls = calls
-        programs = programs_for(self.model, calls, self.operations)
+        programs = programs_for(self.model, calls, self.operations, self.shelf.take)
         self.pieces = [
-            Piece(program, call, self._shelved(program.arguments(call.leaves)))
-            for program, call in zip(programs, calls, strict=True)
+            Piece(program, call, program.arguments(call.leaves)) for program, call in zip(programs, calls, strict=True)
         ]
         couplings = self.pieces[0].program.signature if self.pieces else ()
         for index, coupling in enumerate(self.ranks.couplings(couplings)):

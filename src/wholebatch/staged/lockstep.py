@@ -22,6 +22,7 @@ from wholebatch.errors import InexactError
 from wholebatch.staged.call import Call
 from wholebatch.staged.listening import Listener
 from wholebatch.staged.operations import BatchNorm, Operation, Statistic, arguments_of
+from wholebatch.staged.shelf import Shelf
 
 
 class _Stopped(BaseException):
@@ -116,6 +117,7 @@ class LockStep:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
+        self.shelf = Shelf()
         self.calls: Sequence[Call] = ()
         self.answers: list[Any] = []
         self.gradients: dict[tuple[int, int], Tensor] = {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -25,19 +25,32 @@ _KEPT: WeakKeyDictionary[nn.Module, OrderedDict[Hashable, Program | None]] = Wea
 
 
 def programs_for(
-    model: nn.Module, calls: Sequence[Call], operations: Mapping[Any, Reader] = OPERATIONS
+    model: nn.Module,
+    calls: Sequence[Call],
+    operations: Mapping[Any, Reader] = OPERATIONS,
+    take: Callable[[Any], Any] = lambda leaf: leaf,
 ) -> list[Program]:
     """Find or make a program for each call.
 
     Calls of the same sizes share one. Where sizes vary, one program for all sizes above 1 is tried first, because
     the next batch will bring others.
 
+    Args:
+        model: the module itself.
+        calls: one for each piece; of their leaves only those of examples are looked at.
+        operations: those in which rows may meet.
+        take: fetches a leaf of an example from where it waits.
+
     Raises:
         CaptureError: if the model cannot be captured, or its calls meet at different operations.
     """
     kept = _KEPT.setdefault(model, OrderedDict())
     state = (state_of(model), tuple(operations))
-    found = [_program(kept, model, call, calls, state, operations) for call in calls]
+
+    def make(call: Call, free: dict[tuple[int, int], str]) -> Program:
+        return _made(model, call.map(take), free, operations)
+
+    found = [_program(kept, call, calls, state, make) for call in calls]
     while len(kept) > CAPACITY:
         kept.popitem(last=False)
     if len({program.signature for program in found}) > 1:
@@ -62,34 +75,32 @@ def state_of(model: nn.Module) -> Hashable:
     )
 
 
+Make = Callable[[Call, "dict[tuple[int, int], str]"], Program]
+
+
 def _program(
-    kept: OrderedDict[Hashable, Program | None],
-    model: nn.Module,
-    call: Call,
-    calls: Sequence[Call],
-    state: Hashable,
-    operations: Mapping[Any, Reader],
+    kept: OrderedDict[Hashable, Program | None], call: Call, calls: Sequence[Call], state: Hashable, make: Make
 ) -> Program:
     fixed, alike = (state, call.form, call.sizes), [other for other in calls if other.form == call.form]
-    free = varying(alike) if min((s for sizes in call.sizes for s in sizes), default=1) > 1 else {}
+    free = varying(alike) if min((size for sizes in call.sizes for size in sizes or ()), default=1) > 1 else {}
     open_to_all = (state, call.form, tuple(sorted(free)))
     if fixed not in kept and free:
         if open_to_all not in kept:
-            kept[open_to_all] = _try(model, max(alike, key=lambda other: other.sizes), free, operations)
+            kept[open_to_all] = _try(make, max(alike, key=lambda other: [sizes or () for sizes in other.sizes]), free)
         known = kept[open_to_all]
         if known is not None:
             return known
     if kept.get(fixed) is None:
-        kept[fixed] = _made(model, call, {}, operations)
+        kept[fixed] = make(call, {})
     kept.move_to_end(fixed)
     program = kept[fixed]
     assert program is not None  # only programs for free sizes are remembered as impossible
     return program
 
 
-def _try(model: nn.Module, call: Call, free: dict[tuple[int, int], str], operations: Any) -> Program | None:
+def _try(make: Make, call: Call, free: dict[tuple[int, int], str]) -> Program | None:
     try:
-        return _made(model, call, free, operations)
+        return make(call, free)
     except CaptureError:
         return None
 

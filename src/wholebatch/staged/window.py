@@ -13,6 +13,7 @@ from wholebatch.batch import move
 from wholebatch.errors import InexactError, SyncError
 from wholebatch.precision import device_of
 from wholebatch.staged.call import Call
+from wholebatch.staged.shelf import Shelf
 from wholebatch.staged.standin import NothingElseMeets, StandIn
 from wholebatch.state import State
 from wholebatch.window import Piece
@@ -31,10 +32,11 @@ class _Heard(BaseException):
 class Runner(Protocol):
     """Brings the calls of all pieces through a model, forward and backward."""
 
+    shelf: Shelf
     calls: Sequence[Call]
 
     def forward(self, calls: Sequence[Call]) -> None:
-        """Go as far as nothing but the piece itself is needed."""
+        """Go as far as nothing but the piece itself is needed; the leaves of the calls wait on the shelf."""
 
     def output(self, index: int) -> Any:
         """Return the model's answer to a call, with its graph."""
@@ -88,7 +90,7 @@ class WholeWindow:
                 call = self._hear(piece)
                 if call is not None:
                     self.places[id(piece)] = len(calls)
-                    calls.append(call)
+                    calls.append(call.map(self.runner.shelf.put))
             self.runner.forward(calls)
 
     def loss(self, piece: Piece) -> Any:
@@ -148,7 +150,9 @@ class WholeWindow:
                 "The loss function calls the model a second time, but what the whole batch meets with there is known "
                 "only after the first call. Make it one call: concatenate the inputs, or use a module that calls both."
             )
-        before = self.runner.calls[self.places[id(piece)]] if id(piece) in self.places else None
+        before = (
+            self.runner.calls[self.places[id(piece)]].map(self.runner.shelf.take) if id(piece) in self.places else None
+        )
         if before is None or before.form != call.form or not _same(before, call):
             raise InexactError(
                 "The loss function called the model with other inputs when it was run again on the same micro-batch. "
@@ -169,4 +173,5 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 def _same(before: Call, call: Call) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(before.leaves, call.leaves, strict=True) if isinstance(a, Tensor))
+    pairs = zip(before.leaves, call.leaves, strict=True)
+    return all(torch.equal(a, b) for a, b in pairs if isinstance(a, Tensor))
