@@ -147,7 +147,8 @@ def _watching(model: nn.Module, seen: list[_Seen]) -> Iterator[None]:
         waiting.setdefault(module, []).append(pytree.tree_map(_copy, (args, kwargs)))
 
     def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        seen.append(_Seen(names[module], module, *waiting[module].pop(), _tensors(pytree.tree_map(_copy, output))))
+        given, named = waiting[module].pop()
+        seen.append(_Seen(names[module], module, given, named, _tensors(pytree.tree_map(_copy, output))))
 
     hooks = [module.register_forward_pre_hook(before, with_kwargs=True) for module in names]
     hooks += [module.register_forward_hook(after, with_kwargs=True) for module in names]
@@ -183,7 +184,7 @@ def _alone(seen: Sequence[_Seen], state: State, index: Sequence[int], kept: int)
             args, kwargs = pytree.tree_map(_copy, (args, kwargs))
             with torch.no_grad():
                 said.append(_tensors(call.module(*args, **kwargs)))
-        change = _change(*said, kept, rows)
+        change = _change(said[0], said[1], kept, rows)
         if change:
             found[call.name] = max(change, found.get(call.name, 0.0))
     return found
@@ -196,8 +197,8 @@ def _together(
     found: dict[str, float] = {}
     for first, second in zip(one, two, strict=False):
         inside = [n for n in (*parts, *found) if f"{n}.".startswith(f"{first.name}." if first.name else "")]
-        given = (_tensors((call.args, call.kwargs)) for call in (first, second))
-        if not inside and not _change(*given, kept, rows):
+        given, other = (_tensors((call.args, call.kwargs)) for call in (first, second))
+        if not inside and not _change(given, other, kept, rows):
             change = _change(first.said, second.said, kept, rows)
             if change:
                 found[first.name] = change

@@ -24,7 +24,7 @@ class Moments(NamedTuple):
         deviations: (channels,), sum of the squared distances to the mean.
     """
 
-    count: Count
+    count: Count  # type: ignore[assignment]  # tuple.count gives way
     mean: Tensor
     deviations: Tensor
 

@@ -54,14 +54,14 @@ class Pooled(TorchFunctionMode):
 
     def __enter__(self) -> Pooled:
         self._running.clear()
-        self._counted = {layer: layer.num_batches_tracked.clone() for layer in self._layers}
-        super().__enter__()
+        self._counted = {layer: _counter(layer).clone() for layer in self._layers}
+        super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        super().__exit__(kind, error, trace)
+        super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
         if kind is None:
             self._update()
 
@@ -74,7 +74,11 @@ class Pooled(TorchFunctionMode):
         mean, variance = given["running_mean"], given["running_var"]
         if not given["training"] or mean is None:
             return function(*args, **kwargs)
-        own = {"running_mean": torch.zeros_like(mean), "running_var": torch.zeros_like(variance), "momentum": 1.0}
+        own: dict[str, Any] = {
+            "running_mean": torch.zeros_like(mean),
+            "running_var": torch.zeros_like(variance),
+            "momentum": 1.0,
+        }
         result = function(**{**given, **own})
         x = given["input"]
         count = x.numel() // x.shape[1]
@@ -95,7 +99,7 @@ class Pooled(TorchFunctionMode):
         for layer, before in self._counted.items():
             mean = layer.running_mean
             if isinstance(mean, Tensor) and id(mean) in self._running:
-                layer.num_batches_tracked.copy_(before + 1)
+                _counter(layer).copy_(before + 1)
 
 
 def pooled(model: nn.Module, wanted: bool) -> AbstractContextManager[Any]:
@@ -142,3 +146,8 @@ def _only_norms_training(model: nn.Module) -> Iterator[None]:
     finally:
         for module, training in modes.items():
             module.training = training
+
+
+def _counter(layer: nn.Module) -> Tensor:
+    counter: Any = layer.num_batches_tracked
+    return counter  # type: ignore[no-any-return]
