@@ -174,7 +174,7 @@ class Learner:
         """Return all but the weights that decides the next step; tensors and plain values."""
         return {
             "taken": self.taken,
-            "optimizer": None if self.team.sharded else self.optimizer.state_dict(),
+            "optimizer": None if self.team.in_shards else self.optimizer.state_dict(),
             "schedule": self.schedule.state_dict(),
             "step": self.step.state_dict(),
             "draws": self.team.each(torch.get_rng_state()),

@@ -116,8 +116,8 @@ class Run:
                 f"{saved.folder} was trained on other rows than {self.learner.task.origin}. Bring the data back as it "
                 "was, or start a new run."
             )
-        state = saved.restore(None if self.team.sharded else self.learner.model)
-        if self.team.sharded:
+        state = saved.restore(None if self.team.in_shards else self.learner.model)
+        if self.team.in_shards:
             from wholebatch.train import shards  # loads torch's distributed checkpoints, which few runs need
 
             shards.read(saved.folder, self.learner.model, self.learner.optimizer)
@@ -149,7 +149,7 @@ class Run:
         """Write a checkpoint of the state after the last step."""
         state = {"learner": self.learner.state_dict(), "before": self.before, "seconds": self.seconds}
         about = {"step": self.learner.taken, "config": plain(self.config), "data": self.data}
-        whole = None if self.team.sharded else self.learner.model
+        whole = None if self.team.in_shards else self.learner.model
         if self.team.first:
             checkpoint.save(self.folder.path, whole, state, about, self._export)
         elif self.team.sharded:
@@ -158,7 +158,7 @@ class Run:
 
     def _export(self, folder: Path) -> None:
         """Write what stands beside the state, by the first process; the others bring their shards."""
-        if self.team.sharded:
+        if self.team.in_shards:
             self._write_shards(folder)
         self.learner.task.export(folder)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -23,14 +24,14 @@ from torch.optim import Optimizer
 def write(folder: Path, model: nn.Module, optimizer: Optimizer) -> None:
     """Write this process's shards; all processes call it together."""
     weights, moments = get_state_dict(model, optimizer)
-    save({"model": weights, "optimizer": moments}, checkpoint_id=folder)
+    save({"model": weights, "optimizer": moments}, checkpoint_id=folder, no_dist=not dist.is_initialized())
 
 
 def read(folder: Path, model: nn.Module, optimizer: Optimizer) -> None:
     """Load weights and optimizer, whatever number of processes wrote them."""
     weights, moments = get_state_dict(model, optimizer)
     state: dict[str, Any] = {"model": weights, "optimizer": moments}
-    load(state, checkpoint_id=folder)
+    load(state, checkpoint_id=folder, no_dist=not dist.is_initialized())
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
 
 

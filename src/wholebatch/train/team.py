@@ -52,6 +52,11 @@ class Team:
         """Whether weights and optimizer lie in shards."""
         return self.world > 1 and self.parallel == "fsdp"
 
+    @property
+    def in_shards(self) -> bool:
+        """Whether checkpoints are written in shards, so that any number of processes can go on."""
+        return self.parallel == "fsdp"
+
     def device(self, name: str) -> torch.device:
         """Return this process's device."""
         device = device_named(name)
@@ -141,7 +146,12 @@ def gathered(parallel: Literal["ddp", "fsdp"], device: str) -> Iterator[Team]:
     began = not dist.is_initialized()
     if began:
         kind = device_named(device).type
-        dist.init_process_group("nccl" if kind == "cuda" else "gloo", timeout=PATIENCE)
+        distributed: Any = dist  # the two names below are public, but not typed
+        store, rank, size = next(iter(distributed.rendezvous("env://", timeout=PATIENCE)))
+        # torchrun's store outlives the workers that it replaces, and new ones would meet at the old ones' addresses.
+        attempt = distributed.PrefixStore(f"restart {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+        backend = "nccl" if kind == "cuda" else "gloo"
+        dist.init_process_group(backend, store=attempt, rank=rank, world_size=size, timeout=PATIENCE)
     try:
         yield Team(dist.get_rank(), dist.get_world_size(), parallel)
     finally:
