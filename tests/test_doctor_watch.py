@@ -194,13 +194,13 @@ def test_watching_costs_less_than_a_tenth_of_a_step() -> None:
         optimizer.zero_grad()
 
     step()
-    ratios = []
-    for _ in range(7):
-        plain = seconds(step)
+    plain, watched = [], []
+    for _ in range(9):
+        plain.append(seconds(step))
         with watch():
             step()
-            ratios.append(seconds(step) / plain)
-    assert sorted(ratios)[len(ratios) // 2] < 1.10, ratios
+            watched.append(seconds(step))
+    assert min(watched) / min(plain) < 1.10, (plain, watched)
 
 
 def test_names_and_sites_are_the_users_own() -> None:
@@ -258,3 +258,13 @@ def test_looking_at_gradients_is_no_weight_average() -> None:
             parameter.grad.mul_(0.5)
         model.weight.data.clamp_(-1, 1)
     assert not any(event.kind == "average" for event in seen.trace.events)
+
+
+def test_a_model_may_be_traced_while_it_is_watched() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 1))
+    rows = torch.export.Dim("rows", min=2)
+    with watch() as seen:
+        model(torch.ones(4, 3)).mean().backward()
+        program = torch.export.export(model, (torch.ones(4, 3),), dynamic_shapes=({0: rows},))
+    assert torch.equal(program.module()(torch.ones(5, 3)), model(torch.ones(5, 3)))
+    assert sum(event.kind == "forward" for event in seen.trace.events) == 1

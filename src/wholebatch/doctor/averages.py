@@ -8,10 +8,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+PLAIN = (Tensor, nn.Parameter)
 BLENDS = ("lerp_", "add_", "sub_", "copy_", "addcmul_")
+# Operations that a weight average may be made of on the way to the blend; all others are left alone.
+STEPS = ("add", "radd", "sub", "rsub", "mul", "rmul", "div", "truediv", "lerp", "clone", "to", "float", "double", "cpu")
 
 
 class AverageWatch(TorchFunctionMode):
@@ -30,8 +33,11 @@ class AverageWatch(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
+        name = plain_name(getattr(func, "__name__", ""))
+        if (name not in BLENDS and name not in STEPS) or torch.compiler.is_compiling():
+            return result
         if not torch.is_grad_enabled() or not any_requires_grad(args):
-            self.follow(getattr(func, "__name__", ""), args, result)
+            self.follow(name, args, result)
         return result
 
     def follow(self, name: str, args: tuple[Any, ...], result: Any) -> None:
@@ -41,12 +47,9 @@ class AverageWatch(TorchFunctionMode):
         if target is None:
             return
         own = self.origin(target)
-        name = name.removeprefix("_foreach_").strip("_") + (
-            "_" if name.endswith("_") and not name.endswith("__") else ""
-        )
         if name in BLENDS and source is not None and own is None and not target.requires_grad:
             self.notice(source)
-        elif isinstance(result, Tensor) and result.numel() > 1 and result is not target:
+        elif type(result) in PLAIN and result.numel() > 1 and result is not target:
             self.mark(name, result, own, source, args)
 
     def mark(self, name: str, result: Tensor, own: int | None, source: int | None, args: tuple[Any, ...]) -> None:
@@ -65,6 +68,12 @@ class AverageWatch(TorchFunctionMode):
         number = self.number_of(tensor)
         made = self.derived.get(id(tensor)) if number is None else None
         return made[1] if made is not None and made[0]() is tensor else number
+
+
+def plain_name(name: str) -> str:
+    """Return an operation's name without what marks it as special or foreach: "__rmul__" gives "rmul"."""
+    in_place = name.endswith("_") and not name.endswith("__")
+    return name.removeprefix("_foreach_").strip("_") + ("_" if in_place else "")
 
 
 class AverageSwitch:
@@ -110,12 +119,11 @@ def mode_depth() -> int:
 
 
 def flat(args: Any) -> Any:
-    """Yield the tensors among arguments, the first one of each list."""
+    """Yield the plain tensors among arguments, the first one of each list; a tracer's stand-ins are none."""
     for value in args:
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, (list, tuple)) and value and isinstance(value[0], Tensor):
-            yield value[0]
+        first = value[0] if isinstance(value, (list, tuple)) and value else value
+        if type(first) in PLAIN:
+            yield first
 
 
 def any_requires_grad(args: Any) -> bool:

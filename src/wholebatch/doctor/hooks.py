@@ -44,10 +44,14 @@ def module_hooks(recorder: Recorder) -> list[Any]:
     """Hear every forward."""
 
     def leave(module: Any, args: Any, *rest: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
         # After an error in the forward torch leaves the keyword arguments out.
         recorder.leave_module(module, args, rest[0] if len(rest) == 2 else {})
 
     def enter(module: Any, args: Any) -> None:
+        if torch.compiler.is_compiling():  # a trace of the model, with tensors that hold nothing
+            return
         recorder.switch.off()
         recorder.enter_module(module, args)
 

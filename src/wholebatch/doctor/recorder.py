@@ -66,7 +66,9 @@ class Recorder:
 
     def number_of(self, tensor: Tensor) -> int | None:
         """Return the number of the parameter whose memory a tensor is."""
-        return self.parameters.storages.get(tensor.data_ptr()) if tensor.layout == torch.strided else None
+        if tensor.is_meta or tensor.layout != torch.strided:
+            return None
+        return self.parameters.storages.get(tensor.data_ptr())
 
     def averaged(self, source: int) -> None:
         """Note a weight average; only the first parameter seen in one counts, for all."""
@@ -260,7 +262,7 @@ class Recorder:
 def random_states() -> list[Tensor]:
     """Return copies of the states of torch's generators."""
     states = [torch.random.get_rng_state()]
-    return [*states, torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else states
+    return [*states, torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else states  # type: ignore[no-untyped-call]
 
 
 def finish_forward(event: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -13,8 +13,8 @@ from wholebatch.doctor.story import Story, Window, read
 from wholebatch.doctor.trace import Backward, Step, Trace
 
 REDUCED = (
-    "FSDP reduces gradients with every piece: the least memory. model.set_requires_gradient_sync(last_piece) reduces once "
-    "a window, and holds the gradient unsharded until then."
+    "FSDP reduces gradients with every piece: the least memory. model.set_requires_gradient_sync(last_piece) reduces "
+    "once a window, and holds the gradient unsharded until then."
 )
 # What a measurement calls by a general name, and what the trace may know more of.
 SAME = {"rows-meet": ("batch-norm", "in-batch-negatives"), "last-window-short": ("first-window-short",)}

@@ -71,7 +71,9 @@ def tail_dropped(story: Story, window: Window) -> Finding | None:
         return dropped(window.lost, window.cleared[0].site, "cleared away before any step")
     unfinished = story.trace.complete and window.step is None and window.number > 0 and not window.skipped
     full = story.usual_length(window.optimizer)
-    if unfinished and window.pieces and window.length < full:
+    sites = {piece.backward.site for seen in story.windows[window.optimizer] for piece in seen.pieces}
+    same_loop = all(piece.backward.site in sites for piece in window.pieces)
+    if unfinished and window.pieces and same_loop and window.length < full:
         return dropped(window.pieces, window.pieces[-1].backward.site, "never stepped")
     return None
 
