@@ -38,6 +38,10 @@ bench: .venv/.dev
 	$(BIN)/python benchmarks/exactness.py
 	$(BIN)/python benchmarks/overhead.py
 	$(BIN)/python benchmarks/variable_length.py
+	$(BIN)/python benchmarks/memory.py
+	$(BIN)/python benchmarks/recovery.py
+	$(BIN)/python benchmarks/precision.py
+	$(BIN)/python benchmarks/soak.py
 	$(BIN)/python benchmarks/tables.py
 
 tables: .venv/.dev

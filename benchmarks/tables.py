@@ -1,6 +1,6 @@
-"""Write the README's tables from the results in ``results/``, between the markers that name them.
+"""Write the tables of the README and of docs/ from the results in ``results/``, between the markers that name them.
 
-Call: ``python benchmarks/tables.py`` writes, ``--check`` only says whether the README is up to date.
+Call: ``python benchmarks/tables.py`` writes, ``--check`` only says whether the pages are up to date.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 from record import RESULTS
 
-README = Path(__file__).parents[1] / "README.md"
+ROOT = Path(__file__).parents[1]
 MARKED = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
 Result = dict[str, Any]
 
@@ -75,6 +75,50 @@ def transformers_sweep(result: Result) -> list[str]:
     return [*lines, "", f"{setting}; {off}; {near}; {refused} (`benchmarks/transformers_sweep.py`)."]
 
 
+def memory(result: Result) -> list[str]:
+    lines = ["| way | pieces | saved at the peak | CPU time of a step | gradient error |", "|---|---|---|---|---|"]
+    for row in result["rows"]:
+        peak, error = f"{row['peak'] / 2**20:.0f} MiB", f"{row['gradient_error']:.0e}" if row["gradient_error"] else "0"
+        lines.append(f"| {row['way']} | {row['pieces']} | {peak} | {row['cpu_ratio']['median']:.2f} | {error} |")
+    s = result["settings"]
+    size = f"A decoder with {s['parameters'] / 1e6:.1f} M parameters, {s['rows']} rows of {s['length']} tokens"
+    cap = f"a cap of {s['cap'] / 2**20:.0f} MiB"
+    return [*lines, "", f"{size}, {cap}; {measured_on(result)} (`benchmarks/memory.py`)."]
+
+
+def recovery(result: Result) -> list[str]:
+    lines = [
+        "| window | only the failed piece again | redone from its start | windows after it | gradient error |",
+        "|---|---|---|---|---|",
+    ]
+    for row in result["rows"]:
+        ratios = (row[f"{name}_cpu_ratio"]["median"] for name in ("recovered", "redone", "after"))
+        lines.append(f"| {row['window']} | {' | '.join(f'{r:.2f}' for r in ratios)} | {row['gradient_error']:.0e} |")
+    return [*lines, "", f"CPU time, undisturbed = 1; {measured_on(result)} (`benchmarks/recovery.py`)."]
+
+
+def precision(result: Result) -> list[str]:
+    lines = [
+        "| pieces | bfloat16 `.grad` | float32, the sum | float32, rounded into `.grad` | CPU time |",
+        "|---|---|---|---|---|",
+    ]
+    for row in result["rows"]:
+        errors = (row[name] for name in ("bfloat16", "float32, the sum", "float32, in .grad"))
+        cells = " | ".join(f"{error:.1e}" for error in errors)
+        lines.append(f"| {row['pieces']} | {cells} | {row['cpu_ratio']['median']:.2f} |")
+    return [*lines, "", f"{measured_on(result)} (`benchmarks/precision.py`)."]
+
+
+def soak(result: Result) -> list[str]:
+    (row,) = result["rows"]
+    disturbed = (
+        f"{row['steps']:,} steps, {row['rows']:,} rows; memory changed {row['changes_of_memory']:,} times and ran out"
+    )
+    pieces = f"in {row['pieces']['least']} to {row['pieces']['most']} pieces a step"
+    found = f"{row['rows_lost_or_repeated']:.0f} rows lost or repeated, losses apart by at most {row['loss_apart']:.0e}"
+    return [f"{disturbed} {row['out_of_memory']:,} times, {pieces}: {found} (float64, `benchmarks/soak.py`)."]
+
+
 def cells(row: Result) -> tuple[str, str, str]:
     """Padding, real tokens a second, and the factor of wholebatch."""
     factor = "" if row["name"] == "wholebatch" else f"{row['wholebatch_is']['median']:.2f} x"
@@ -89,7 +133,11 @@ def measured_on(result: Result) -> str:
 
 TABLES: dict[str, Callable[[Result], list[str]]] = {
     "exactness": exactness,
+    "memory": memory,
     "overhead": overhead,
+    "precision": precision,
+    "recovery": recovery,
+    "soak": soak,
     "transformers_sweep": transformers_sweep,
     "variable_length": variable_length,
 }
@@ -112,13 +160,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true")
     options = parser.parse_args()
-    before = README.read_text()
-    after = filled(before)
+    pages = {path: path.read_text() for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))}
+    stale = {path: after for path, before in pages.items() if (after := filled(before)) != before}
     if options.check:
-        sys.exit(
-            before != after and "README.md: its tables are not those of benchmarks/results; run benchmarks/tables.py"
-        )
-    README.write_text(after)
+        names = ", ".join(path.name for path in stale)
+        sys.exit(bool(stale) and f"{names}: tables are not those of benchmarks/results; run benchmarks/tables.py")
+    for path, after in stale.items():
+        path.write_text(after)
 
 
 if __name__ == "__main__":

@@ -42,10 +42,10 @@ def test_the_exactness_in_the_readme_is_what_is_measured_here(tmp_path: Path) ->
     assert all(row["usual"] is None or row["usual"]["median"] > 0.05 for row in here + kept)
 
 
-def test_the_overhead_is_measured_for_three_models(tmp_path: Path) -> None:
+def test_the_overhead_is_measured_for_three_models_and_a_tiny_one(tmp_path: Path) -> None:
     bench("overhead", "--seconds", "0.2", "--out", str(tmp_path))
     rows = rows_of(tmp_path, "overhead")
-    assert len(rows) == 3
+    assert len(rows) == 4
     assert all(0.2 < row["cpu_ratio"]["median"] < 5 for row in rows)  # a few steps only: the order of magnitude
 
 
@@ -58,6 +58,51 @@ def test_the_ways_to_run_uneven_rows_train_the_same_parameters(tmp_path: Path) -
     assert rows["wholebatch"]["padding"] <= rows["fixed pieces, loader order"]["padding"]
     assert rows["wholebatch"]["largest_piece"] <= 2 * 48
     assert all(row["parameters_apart"] < 1e-3 for row in rows.values() if row["parameters_apart"] is not None)
+
+
+def test_less_memory_is_used_for_the_same_gradient(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    small = "--rounds 1 --rows 8 --length 32 --width 32 --layers 3 --cap 0.4"
+    bench("memory", *small.split(), "--out", str(tmp_path))
+    whole, fixed, auto, again, planned = rows_of(tmp_path, "memory")
+    assert max(row["peak"] for row in (fixed, auto, again, planned)) < 0.41 * whole["peak"]
+    assert 1 <= again["pieces"] <= auto["pieces"] <= 8 and fixed["pieces"] > 1
+    assert all(row["gradient_error"] < 2e-6 for row in (fixed, auto, again, planned))
+    assert (tmp_path / "memory.png").stat().st_size > 10_000
+
+
+def test_a_window_in_which_memory_runs_out_has_the_same_gradient(tmp_path: Path) -> None:
+    small = "--rounds 1 --length 8 --width 16 --layers 2"
+    bench("recovery", *small.split(), "--out", str(tmp_path))
+    for row in rows_of(tmp_path, "recovery"):
+        assert row["gradient_error"] < 2e-6
+        assert row["recovered_cpu_ratio"]["median"] > 0
+
+
+def test_sums_in_float32_keep_what_sums_in_bfloat16_lose(tmp_path: Path) -> None:
+    small = "--pieces 64 --length 16 --width 32 --layers 2 --rounds 1"
+    bench("precision", *small.split(), "--out", str(tmp_path))
+    (row,) = rows_of(tmp_path, "precision")
+    assert row["float32, the sum"] < 1e-6 < row["float32, in .grad"] < 2e-3 < 4e-3 < row["bfloat16"]
+
+
+def test_a_memory_that_changes_at_random_loses_no_row(tmp_path: Path) -> None:
+    small = "--seconds 3 --rows 60 --batch 12 --longest 64 --width 16"
+    bench("soak", *small.split(), "--out", str(tmp_path))
+    (row,) = rows_of(tmp_path, "soak")
+    assert row["steps"] > 3 and row["out_of_memory"] > 0 and row["pieces"]["most"] > 1
+    assert row["rows_lost_or_repeated"] == 0
+    assert max(row["loss_apart"], row["weights_apart"]) < 1e-11
+
+
+def test_the_gpu_s_benchmark_refuses_where_there_is_none(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    command = [sys.executable, str(BENCHMARKS / "gpu_memory.py"), "--out", str(tmp_path)]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert run.returncode == 1 and run.stderr.startswith("gpu_memory.py needs a CUDA device")
+    assert not list(tmp_path.iterdir())
 
 
 def test_no_result_names_a_machine() -> None:

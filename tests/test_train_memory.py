@@ -12,6 +12,7 @@ import torch
 
 import wholebatch as wb
 from tests.test_train_run import Interrupting, assert_same_weights, config, metrics, run, texts  # noqa: F401
+from tests.test_train_tasks import folder_with_a_model, sentences, small  # noqa: F401
 from wholebatch.memory import SavedBytes
 from wholebatch.planner import parts_of
 from wholebatch.train import Config, ConfigError, RunError, learner, train
@@ -168,3 +169,36 @@ def test_a_limit_on_the_cpu_leaves_what_the_weights_do_not_take() -> None:
     model = torch.nn.Linear(4, 4)
     with room(1000, model, torch.device("cpu"))() as limit:
         assert limit.limit == 1000 - 4 * 20 * 4
+
+
+def test_a_hugging_face_model_uses_its_own_switch(
+    tmp_path: Path,
+    sentences: Path,  # noqa: F811
+    folder_with_a_model: Path,  # noqa: F811
+) -> None:
+    settings = small(tmp_path, data=sentences, model=folder_with_a_model, max_tokens=64, steps=3, proof=False)
+    plain = train(replace(settings, out=tmp_path / "plain"))
+    again = train(replace(settings, out=tmp_path / "again", checkpoint=True))
+    assert_same_weights(plain.folder, again.folder)
+    task = Text(replace(settings, checkpoint=True))
+    saved = {}
+    for name in ("plain", "checkpointed"):
+        with SavedBytes(ignored=[*task.model.parameters()]) as counted:
+            loss = task.loss(task.model.train(), task.collate(task.train[:2]))
+            saved[name] = counted.live
+            loss.total.backward()
+        if name == "plain":
+            task.checkpoint()
+    assert saved["checkpointed"] < saved["plain"]
+
+
+def test_a_model_without_the_switch_says_so(
+    tmp_path: Path,
+    sentences: Path,  # noqa: F811
+    folder_with_a_model: Path,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    task = Text(small(tmp_path, data=sentences, model=folder_with_a_model))
+    monkeypatch.setattr(type(task.model), "supports_gradient_checkpointing", False)
+    with pytest.raises(ConfigError, match="checkpoint is on, but the model cannot"):
+        task.checkpoint()

@@ -143,8 +143,10 @@ class HuggingFace:
             ConfigError: if it has none.
         """
         settings = {"use_reentrant": False, "context_fn": lambda: (nullcontext(), counting_again())}
+        older: Any = self.model.gradient_checkpointing_enable  # its name before transformers 5.24, and there a warning
+        enable: Any = getattr(self.model, "activation_checkpointing_enable", older)
         try:
-            self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=settings)  # type: ignore[operator]
+            enable(settings)
         except ValueError as error:
             raise ConfigError(f"checkpoint is on, but the model cannot: {error} Leave it out.") from None
 
