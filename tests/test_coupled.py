@@ -117,6 +117,27 @@ def test_one_normalised_encoder_for_two_sides_keeps_the_statistics_of_each() -> 
     assert model.body[1].num_batches_tracked == 2
 
 
+class Placed(nn.Module):
+    """Reads positions from a buffer, as language models do, so that its graph holds that buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.place, self.out = nn.Embedding(4, 3), nn.Linear(3, 2)
+        self.register_buffer("positions", torch.arange(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.out(torch.tanh(self.place(self.positions) + x[:, :, None])).mean(1)
+        return out
+
+
+def test_buffers_that_a_graph_holds_are_not_written_into() -> None:
+    model, pair = Placed().double(), (torch.randn(9, 4).double(), torch.randn(9, 4).double())
+    reference = whole_batch(model, lambda m, pair: distance(m(pair[0]), m(pair[1])), pair)
+    towers = [lambda m, pair: m(pair[0]), lambda m, pair: m(pair[1])]
+    wb.coupled_backward(model, towers, distance, pair, micro_batch_size=4)
+    assert_same_gradient(model, reference)
+
+
 def test_batch_norm_in_the_encoder_needs_a_choice() -> None:
     model = net(norm=True)
     with pytest.raises(wb.InexactError, match=r"BatchNorm.*left"):

@@ -293,7 +293,8 @@ class _Coupled:
         sums = self.ranks.agree(Status.READY, tally.sums()).sums
         self._propagate(answer, sums, scaler)
         moved = State(self.model, buffers=False)
-        for encoder, each in zip(self.encoders, leaves, strict=True):
+        # The last encoder first: its last piece has a graph, which may hold buffers that are set back for the others.
+        for encoder, each in reversed(list(zip(self.encoders, leaves, strict=True))):
             told = [None if leaf.grad is None else everyone.share(leaf.grad) for leaf in each]
             encoder.rewind()
             self._encode_again([turn for turn in turns if turn.encoder is encoder], told, order)

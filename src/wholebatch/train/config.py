@@ -24,8 +24,8 @@ class Config:
     batch is cut changes time and memory, never the gradient.
     """
 
-    task: Literal["text", "classify"] = "text"
-    """Predict the next token of texts, or the class of rows."""
+    task: Literal["text", "classify", "contrastive"] = "text"
+    """Predict the next token of texts, the class of rows, or which docstring belongs to a signature."""
     data: Path | None = None
     """A file or folder: text, .jsonl, .parquet; for classify a .csv or a folder with one subfolder of images a class.
     Left out: the docstrings of Python's standard library; for classify scikit-learn's digits."""
@@ -82,6 +82,12 @@ class Config:
     lr: float | None = None
     """Peak learning rate. Left out: 0.01 for our own language model, 0.003 for our classifiers, 0.00005 for a model
     folder."""
+    scale_lr: Literal["linear", "sqrt"] | None = None
+    """The lr was found at base_batch: scale it to the batch, by the rule for SGD or the one for Adam."""
+    base_batch: int | None = None
+    """The batch at which the lr was found."""
+    nominal_batch: int | None = None
+    """The batch for which weight_decay was chosen: it is scaled by batch / nominal_batch, as Ultralytics does."""
     warmup: int = 10
     """Steps over which the learning rate rises to its peak."""
     schedule: Literal["cosine", "constant"] = "cosine"
@@ -125,6 +131,7 @@ _POSITIVE: _Rule = ("a positive number", lambda value: 0 < value < math.inf)
 _NOT_NEGATIVE: _Rule = ("0 or more", lambda value: 0 <= value < math.inf)
 _RULES: dict[str, _Rule] = {
     **dict.fromkeys(("batch_size", "micro_batch_size", "max_tokens", "per_device_train_batch_size", "nbs"), _WHOLE),
+    **dict.fromkeys(("base_batch", "nominal_batch"), _WHOLE),
     **dict.fromkeys(("gradient_accumulation_steps", "accumulate_grad_batches", "steps", "epochs"), _WHOLE),
     **dict.fromkeys(("save_every", "width", "layers", "heads", "context", "image_size"), _WHOLE),
     **dict.fromkeys(("lr", "max_grad_norm"), _POSITIVE),

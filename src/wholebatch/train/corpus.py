@@ -11,7 +11,7 @@ import os
 import platform
 import sysconfig
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -42,6 +42,27 @@ def docstrings() -> list[str]:
     return found
 
 
+def signatures() -> list[tuple[str, str]]:
+    """Return the distinct pairs of a function's signature and its docstring in the standard library, sorted.
+
+    Kept in the cache as the docstrings are.
+
+    Raises:
+        DataError: if this Python came without the sources of its library.
+    """
+    cache = cache_folder() / f"signatures-{platform.python_version()}-v{VERSION}.json"
+    try:
+        return [(str(left), str(right)) for left, right in json.loads(cache.read_text(encoding="utf-8"))]
+    except (OSError, ValueError, TypeError):
+        folder = Path(sysconfig.get_paths()["stdlib"])
+    sources = [path for path in sorted(folder.rglob("*.py")) if _is_source(path, folder)]
+    found = sorted({pair for path in sources for pair in _pairs_of(_tree_of(path))})
+    if not found:
+        raise DataError(f"{folder} holds no Python file with a docstring. Give your own text: --data FILE_OR_FOLDER.")
+    _keep(cache, found)
+    return found
+
+
 def harvest(folder: Path) -> list[str]:
     """Return the distinct docstrings of all Python files under a folder, sorted; tests are left out.
 
@@ -64,13 +85,17 @@ def _is_source(path: Path, folder: Path) -> bool:
     return not _LEFT_OUT.intersection(path.relative_to(folder).parts)
 
 
-def _of_file(path: Path) -> Iterator[str]:
+def _tree_of(path: Path) -> ast.Module:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # old library files hold escapes that newer parsers warn of
-            tree = ast.parse(path.read_bytes())
+            return ast.parse(path.read_bytes())
     except (SyntaxError, ValueError, OSError):  # a template, or a file for another Python
-        return
+        return ast.Module([], [])
+
+
+def _of_file(path: Path) -> Iterator[str]:
+    tree = _tree_of(path)
     # Not ast.walk, which visits every expression: definitions inside definitions are enough, and ten times faster.
     yield from _of_tree(tree)
 
@@ -85,7 +110,18 @@ def _of_tree(node: ast.Module | ast.FunctionDef | ast.AsyncFunctionDef | ast.Cla
             yield from _of_tree(child)
 
 
-def _keep(cache: Path, found: list[str]) -> None:
+def _pairs_of(node: ast.Module | ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> Iterator[tuple[str, str]]:
+    """Yield every function's signature with its docstring, if that says more than a word or two."""
+    for child in node.body:
+        if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            text = ast.get_docstring(child) or ""
+            if len(text) > 20:
+                yield f"{child.name}({ast.unparse(child.args)})", text
+        if isinstance(child, _DEFINITIONS):
+            yield from _pairs_of(child)
+
+
+def _keep(cache: Path, found: Sequence[object]) -> None:
     """Write the cache in one move; without a place for it, go on without."""
     part = cache.with_suffix(f".{os.getpid()}")
     try:

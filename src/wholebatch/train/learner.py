@@ -93,7 +93,7 @@ class Learner:
         self.step = wb.Step(
             shared,
             self.optimizer,
-            task.loss,
+            task.objective(),
             micro_batch_size=size_of(config, task, self.device),
             max_grad_norm=config.max_grad_norm,
             scheduler=self.schedule,

@@ -54,7 +54,7 @@ def prove(task: Task, model: nn.Module, samples: Sequence[Any], size: int | wb.T
     ours, usual = copy.deepcopy(model).eval(), copy.deepcopy(model).eval()
     for each in (ours, usual):
         each.zero_grad(set_to_none=True)
-    wb.backward(ours, task.loss, batch, size, collate=task.collate)
+    task.backward(ours, batch, size)
     pieces = _usual_loop(task, usual, batch, size)
     return Proof(
         rows=len(batch),

@@ -18,6 +18,7 @@ from wholebatch.train import checkpoint, display, words
 from wholebatch.train.checkpoint import Checkpoint
 from wholebatch.train.classify import Classify
 from wholebatch.train.config import Config, absolute, dump, plain
+from wholebatch.train.contrast import Contrast
 from wholebatch.train.display import Display
 from wholebatch.train.errors import ConfigError, RunError
 from wholebatch.train.folder import RunFolder
@@ -32,7 +33,7 @@ from wholebatch.train.text import Text
 EXACT = 1e-5
 """A gradient in float32 that is off by less is off by rounding alone."""
 
-TASKS: Mapping[str, Callable[[Config], Task]] = {"text": Text, "classify": Classify}
+TASKS: Mapping[str, Callable[[Config], Task]] = {"text": Text, "classify": Classify, "contrastive": Contrast}
 
 
 @dataclass(frozen=True)

@@ -60,6 +60,14 @@ class Task(ABC):
     def loss(self, model: Any, micro_batch: Batch) -> Loss:
         """Return the loss of one micro-batch; any model of the same form may be passed."""
 
+    def objective(self) -> Any:
+        """Return what a step learns from: the loss function, or a loss over all rows."""
+        return self.loss
+
+    def backward(self, model: nn.Module, samples: list[Any], size: int | wb.Tokens) -> None:
+        """Leave the gradient of a batch in a model."""
+        wb.backward(model, self.loss, samples, size, collate=self.collate)
+
     @abstractmethod
     def count(self, micro_batch: Batch) -> tuple[int, int]:
         """Return how many units of a micro-batch are real, and how many there are with padding."""
@@ -110,7 +118,8 @@ class Tally:
         """Collate one piece and count it."""
         micro_batch = self.task.collate(samples)
         for earlier in {self._piece_of[id(sample)] for sample in samples if id(sample) in self._piece_of}:
-            self.retries += self._held.pop(earlier, None) is not None
+            held = self._held.pop(earlier, None)
+            self.retries += held is not None and held[0] != len(samples)  # as a whole it comes for a second pass
         number = self._number = self._number + 1
         self._piece_of.update((id(sample), number) for sample in samples)
         self._held[number] = (len(samples), *self.task.count(micro_batch))
