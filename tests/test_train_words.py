@@ -98,3 +98,17 @@ def test_the_numbers_that_are_said_add_up_to_the_batch(batch: int, rows: int) ->
 def test_what_the_user_said_is_shown_in_the_users_words() -> None:
     config = Config(per_device_train_batch_size=4, gradient_accumulation_steps=8)
     assert spoken(config) == "per_device_train_batch_size 4, gradient_accumulation_steps 8"
+
+
+def test_a_rate_and_a_decay_from_another_batch_are_brought_to_this_one() -> None:
+    config = Config(batch_size=8192, lr=0.1, scale_lr="linear", base_batch=256, weight_decay=5e-4, nominal_batch=64)
+    settled = translate(config)
+    assert settled.lr == pytest.approx(3.2)
+    assert settled.weight_decay == pytest.approx(5e-4 * 128)
+    assert translate(settled) == settled  # a resumed run is not scaled again
+    assert spoken(config) == "scale_lr linear, base_batch 256, nominal_batch 64"
+
+
+def test_a_rule_without_the_rate_it_is_for_is_refused() -> None:
+    with pytest.raises(ConfigError, match="Give both"):
+        translate(Config(scale_lr="sqrt", base_batch=64))

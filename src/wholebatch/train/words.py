@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from wholebatch.arrangement import Arrangement, counted
+from wholebatch.policies import scale_lr
 from wholebatch.train.config import Config
 from wholebatch.train.errors import ConfigError
 
@@ -40,7 +41,7 @@ def translate(config: Config, ranks: int = 1) -> Config:
         alone = config.per_device_train_batch_size  # one micro-batch a step is what Hugging Face means by default
         batch = DEFAULT_BATCH if alone is None else alone * ranks
     return replace(
-        config,
+        _at_batch(config, batch),
         batch_size=batch,
         micro_batch_size="auto" if rows is None or config.max_tokens else rows,
         nbs=None,
@@ -48,6 +49,21 @@ def translate(config: Config, ranks: int = 1) -> Config:
         gradient_accumulation_steps=None,
         accumulate_grad_batches=None,
     )
+
+
+def _at_batch(config: Config, batch: int) -> Config:
+    """Bring what was chosen at another batch to this one; the words that say so are gone afterwards."""
+    lr, decay = config.lr, config.weight_decay
+    if config.scale_lr is not None:
+        if lr is None or config.base_batch is None:
+            raise ConfigError(
+                f"scale_lr is {config.scale_lr}, but lr is {lr} and base_batch {config.base_batch}: what was found, and at "
+                "which batch? Give both."
+            )
+        lr = scale_lr(lr, batch, config.base_batch, config.scale_lr)
+    if config.nominal_batch is not None:
+        decay *= batch / config.nominal_batch
+    return replace(config, lr=lr, weight_decay=decay, scale_lr=None, base_batch=None, nominal_batch=None)
 
 
 def arithmetic(batch: int, rows: int | None, ranks: int = 1, tokens: int | None = None) -> str:
@@ -72,7 +88,8 @@ def arithmetic(batch: int, rows: int | None, ranks: int = 1, tokens: int | None 
 
 def spoken(config: Config) -> str:
     """Return the other tools' words that a config uses, as the user wrote them: "nbs 64"."""
-    words = ("per_device_train_batch_size", "gradient_accumulation_steps", "accumulate_grad_batches", "nbs")
+    pieces = ("per_device_train_batch_size", "gradient_accumulation_steps", "accumulate_grad_batches", "nbs")
+    words = (*pieces, "scale_lr", "base_batch", "nominal_batch")
     return ", ".join(f"{word} {getattr(config, word)}" for word in words if getattr(config, word) is not None)
 
 
