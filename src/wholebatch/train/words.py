@@ -57,8 +57,8 @@ def _at_batch(config: Config, batch: int) -> Config:
     if config.scale_lr is not None:
         if lr is None or config.base_batch is None:
             raise ConfigError(
-                f"scale_lr is {config.scale_lr}, but lr is {lr} and base_batch {config.base_batch}: what was found, and at "
-                "which batch? Give both."
+                f"scale_lr is {config.scale_lr}, but lr is {lr} and base_batch {config.base_batch}: what was "
+                "found, and at which batch? Give both."
             )
         lr = scale_lr(lr, batch, config.base_batch, config.scale_lr)
     if config.nominal_batch is not None:
