@@ -52,9 +52,11 @@ class DataParallelRanks(Peers):
         super().__exit__(*error)
 
     def local(self) -> AbstractContextManager[Any]:
+        """Run a forward whose backward reduces nothing."""
         return cast("AbstractContextManager[Any]", self._model.no_sync())
 
     def rounds(self, pieces: Sequence[Piece], run: Callable[[Piece], Any]) -> Iterator[Piece | None]:
+        """Yield the pieces; with SyncBatchNorm as many on every rank, in step one round for all."""
         if self.travel is not Travel.EVERY and not self.meets:
             return iter(pieces)
         counts = self.agree(Status.READY, Sums(), pieces=len(pieces)).pieces
@@ -66,6 +68,7 @@ class DataParallelRanks(Peers):
         return self._in_step([*pieces, *[None] * (max(counts) - len(pieces))])
 
     def arm(self, outputs: Sequence[Tensor]) -> None:
+        """Make the backward from these outputs reduce all gradients."""
         self._model.reducer.prepare_for_forward()
         self._model.reducer.prepare_for_backward([] if self._model.static_graph else list(outputs))
         if self._learns_graph:
@@ -73,12 +76,14 @@ class DataParallelRanks(Peers):
             outputs[0].register_hook(self._reduce_at_the_end)  # type: ignore[no-untyped-call]
 
     def idle(self) -> list[Tensor]:
+        """Return a zero that depends on every parameter, so that each hook of the reducer fires."""
         wanted = [p for p in self._model.parameters() if p.requires_grad]
         if self._model.find_unused_parameters:
             wanted = [p for p in wanted if p.grad is not None] or wanted[:1]
         return [torch.stack([p.flatten()[:0].sum().to("cpu", torch.float64) for p in wanted]).sum()]
 
     def reduce(self, gradients: Gradients) -> None:
+        """Average all sums as they lie, where the reducer cannot reach them."""
         parameters = [p for p in self._model.parameters() if p.requires_grad]
         self.average(gradients.held(self.complete(gradients, parameters)))
 

@@ -123,9 +123,11 @@ class WholeShards(ShardedRanks):
         return self
 
     def leaves(self) -> list[Tensor]:
+        """List the gathered parameters."""
         return [whole for _, whole in self._pairs]
 
     def reduce(self, gradients: Gradients) -> None:
+        """Scatter the whole sums: every rank keeps the average of its shards."""
         super().reduce(gradients)
         shards = {id(whole): shard for shard, whole in self._pairs}
         present = self.complete(gradients, self.leaves())
@@ -205,6 +207,7 @@ class LockstepShards(ShardedRanks):
         super().__exit__(*error)
 
     def rounds(self, pieces: Sequence[Piece], run: Callable[[Piece], Any]) -> Iterator[Piece | None]:
+        """Yield the pieces, and None for the rounds that other ranks still need."""
         counts = self.agree(Status.READY, Sums(), pieces=len(pieces)).pieces
         self._run, self._spare = run, self._smallest(pieces, counts)
         for piece in [*pieces, *[None] * (max(counts) - len(pieces))]:
@@ -213,6 +216,7 @@ class LockstepShards(ShardedRanks):
             self._restore_buffers()
 
     def attend(self) -> None:
+        """Run a piece without weight if this rank has none in this round, or its loss function left the model out."""
         if self._outputs or self._spare is None:
             return
         self._before = State(self._model)
@@ -231,9 +235,11 @@ class LockstepShards(ShardedRanks):
             self._before.restore_buffers()
 
     def owns(self, leaf: Tensor) -> bool:
+        """Tell whether a leaf is a gathered parameter."""
         return id(leaf) in self._whole
 
     def idle(self) -> list[Tensor]:
+        """Return a zero that depends on what the model returned in this round."""
         return [torch.stack([output.flatten()[:0].sum().float() for output in self._outputs]).sum()]
 
     def _smallest(self, pieces: Sequence[Piece], counts: Sequence[int]) -> Piece | None:

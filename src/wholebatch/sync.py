@@ -165,9 +165,11 @@ class Peers(Ranks):
             self.agree(Status.FAILED, Sums())
 
     def settle(self) -> None:
+        """Note that no agreement is outstanding."""
         self._outstanding = False
 
     def agree(self, status: Status, sums: Sums, number: float = 0.0, pieces: int = 0) -> Agreement:
+        """Add sums up over ranks and learn how the others are, in one small message."""
         numbers = sums.numbers(sums.schema)
         mark = float(hash_of(sums.schema))
         common = torch.tensor([mark, mark * mark, number], dtype=torch.float64)
