@@ -404,3 +404,34 @@ def parameter_outside(sync: str) -> None:
         return wb.total(logits(model, piece)[0] * scale)
 
     wb.backward(model, loss, rows, micro_batch_size=4, sync=sync)
+
+
+def test_out_of_memory_on_one_rank_is_split_there_alone(two_ranks: Ranks) -> None:
+    plain = reference("token mean")
+    (first, pieces), (second, more) = two_ranks.run(out_of_memory_on_one)
+    for gradients in (first, second):
+        assert_same_gradient(gradients, plain)
+    assert (pieces, more) == (2, 2)  # seven rows by four, and four rows that had to be halved
+
+
+def out_of_memory_on_one() -> Any:
+    model, rows = sharded()
+
+    def loss(model: nn.Module, piece: Any) -> Any:
+        if dist.get_rank() == 1 and len(piece[0]) > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return PROBLEMS["token mean"].ours(model, piece)
+
+    result = wb.backward(model, loss, share_of(rows, "uneven", dist.get_rank()), wb.Auto(4))
+    return gradients_of(model), result.micro_batches
+
+
+def test_splitting_on_one_rank_alone_is_refused_in_step(two_ranks: Ranks) -> None:
+    for name, text in two_ranks.run(outcome, auto_in_step):
+        assert name == "SyncError"
+        assert 'sync="last"' in text
+
+
+def auto_in_step() -> None:
+    model, rows = sharded()
+    wb.backward(model, PROBLEMS["token mean"].ours, rows, wb.Auto(4), sync="every")
