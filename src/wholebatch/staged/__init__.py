@@ -44,16 +44,7 @@ def window_for(
     alone = ranks.world == 1 or choice == "exact-per-rank"
     if not choice.startswith("exact") or (len(pieces) < 2 and alone and not splits):
         return None
-    if splits:
-        raise InexactError(
-            f"batch_norm={choice!r} keeps all {len(pieces)} micro-batches as they are, and micro_batch_size=Auto(...) "
-            "would split some of them on the way. Give a number of rows or Tokens(...)."
-        )
-    if any(hasattr(module, "set_requires_gradient_sync") for module in model.modules()):
-        raise InexactError(
-            f"batch_norm={choice!r} runs parts of the model one by one, for which fully_shard gathers no parameters. "
-            "Wrap the model in DistributedDataParallel."
-        )
+    _refuse(model, choice, len(pieces), alone, splits)
     # Only here: capturing loads torch.export, which takes seconds and which few models need.
     from wholebatch.staged.engine import Engine
     from wholebatch.staged.lockstep import LockStep
@@ -61,14 +52,25 @@ def window_for(
     from wholebatch.staged.shelf import HostShelf, Shelf
     from wholebatch.staged.window import WholeWindow, unwrapped
 
-    inner = unwrapped(model)
     if choice == "exact-lock-step":
-        if not alone:
-            raise InexactError(f'batch_norm={choice!r} serves one process, not {ranks.world} ranks. Choose "exact".')
-        return WholeWindow(model, loss_fn, LockStep(inner))
+        return WholeWindow(model, loss_fn, LockStep(unwrapped(model)))
+    short = bool(options.get("offload"))
+    nowhere = device_of(model) == torch.device("cpu")  # no other memory to go to, but time to make things twice
+    shelf = HostShelf() if short and not nowhere else Shelf()
     sharing = Alone() if alone else statistics_over(ranks)
-    if not options.get("offload"):
-        return WholeWindow(model, loss_fn, Engine(inner, Shelf(), ranks=sharing))
-    if device_of(model) == torch.device("cpu"):  # which has no other memory to go to, but time to make things twice
-        return WholeWindow(model, loss_fn, Engine(inner, Shelf(), sparing=True, ranks=sharing))
-    return WholeWindow(model, loss_fn, Engine(inner, HostShelf(), ranks=sharing))
+    return WholeWindow(model, loss_fn, Engine(unwrapped(model), shelf, sparing=short and nowhere, ranks=sharing))
+
+
+def _refuse(model: nn.Module, choice: str, pieces: int, alone: bool, splits: bool) -> None:
+    if splits:
+        raise InexactError(
+            f"batch_norm={choice!r} keeps all {pieces} micro-batches as they are, and micro_batch_size=Auto(...) would "
+            "split some of them on the way. Give a number of rows or Tokens(...)."
+        )
+    if any(hasattr(module, "set_requires_gradient_sync") for module in model.modules()):
+        raise InexactError(
+            f"batch_norm={choice!r} runs parts of the model one by one, for which fully_shard gathers no parameters. "
+            "Wrap the model in DistributedDataParallel."
+        )
+    if choice == "exact-lock-step" and not alone:
+        raise InexactError(f'batch_norm={choice!r} serves one process, not several ranks. Choose "exact".')

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, cast
 
@@ -34,29 +35,29 @@ class _Walker:
 
     def __init__(self, model: nn.Module, call: Call, buffers: Mapping[int, str]) -> None:
         self.answer: Any = None
-        self.error: BaseException | None = None
         self.request: tuple[Operation, Tensor, tuple[Any, ...]] | None = None
         self._model, self._call, self._buffers = model, call, buffers
         self._reply: Tensor | None = None
         self._go, self._rest = threading.Semaphore(0), threading.Semaphore(0)
         self._ending = False
         self._settings = (torch.get_num_threads(), torch.is_grad_enabled())
-        self._thread = threading.Thread(target=self._walk, daemon=True)
-        self._thread.start()
+        self._thread = ThreadPoolExecutor(1)
+        self._end = self._thread.submit(self._walk)
+        self._end.add_done_callback(lambda end: self._rest.release())
 
     def resume(self, reply: Tensor | None = None) -> None:
         """Let the piece go on to its next meeting, or to the end."""
         self._reply, self.request = reply, None
         self._go.release()
         self._rest.acquire()
-        if self.error is not None:
-            raise self.error
+        if self._end.done():
+            self._end.result()  # raises what the model raised
 
     def stop(self) -> None:
         """End the thread wherever it stands."""
         self._ending = True
         self._go.release()
-        self._thread.join()
+        self._thread.shutdown()
 
     def meet(self, operation: Operation, x: Tensor, operands: tuple[Any, ...]) -> Tensor:
         """Wait for the others; called in the piece's own thread."""
@@ -67,23 +68,15 @@ class _Walker:
 
     def _wait(self) -> None:
         self._rest.release()
+        self._sleep()
+
+    def _sleep(self) -> None:
         self._go.acquire()
         if self._ending:
             raise _Stopped
 
     def _walk(self) -> None:
-        self._go.acquire()
-        try:
-            if not self._ending:
-                self._run()
-        except _Stopped:
-            pass
-        except BaseException as error:  # handed over to the thread that waits
-            self.error = error
-        finally:
-            self._rest.release()
-
-    def _run(self) -> None:
+        self._sleep()
         threads, grad = self._settings
         torch.set_num_threads(threads)
         with torch.set_grad_enabled(grad), self._call.ambient(), _Meetings(self, self._buffers):

@@ -7,7 +7,7 @@ such tensors too: each piece writes into copies of its own, and the window commi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -147,13 +147,13 @@ def _open(module: fx.GraphModule, node: fx.Node, inner: fx.GraphModule) -> None:
         for placeholder, operand in _operands(module, node, inner):
             known[placeholder] = _detached(graph, operand)
         for old in inner.graph.nodes:
-            if old.op == "output":
-                results = [known[r] if isinstance(r, fx.Node) else r for r in old.args[0]]
-            elif old.op != "placeholder":
+            if old.op not in ("placeholder", "output"):
                 known[old] = graph.node_copy(old, known.__getitem__)
-                if old.op == "get_attr":
-                    known[old].target = f"{node.name}_{old.target}"
-                    setattr(module, known[old].target, getattr(inner, str(old.target)))
+            if old.op == "get_attr":
+                known[old].target = f"{node.name}_{old.target}"
+                setattr(module, known[old].target, getattr(inner, str(old.target)))
+        answers = cast("Sequence[Any]", inner.graph.output_node().args[0])
+        results = [known[each] if isinstance(each, fx.Node) else each for each in answers]
         results = [_detached(graph, result) for result in results]
     for user in list(node.users):
         user.replace_all_uses_with(results[cast("int", user.args[1])])

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from types import TracebackType
 from typing import Any, Protocol
 
 import torch
@@ -27,6 +27,25 @@ class _Heard(BaseException):
     def __init__(self, call: Call) -> None:
         super().__init__()
         self.call = call
+
+
+class _Undone:
+    """Sets back, if the block fails, what layers count before they are refused, and tells ranks that wait for them."""
+
+    def __init__(self, start: State, tell: Callable[[], None] | None = None) -> None:
+        self._start, self._tell = start, tell
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None or isinstance(error, _Heard):
+            return
+        self._start.restore_buffers()
+        if self._tell is not None and not isinstance(error, SyncError):
+            self._tell()
 
 
 class Runner(Protocol):
@@ -84,7 +103,7 @@ class WholeWindow:
         """Bring all pieces as far as the last stage of the model."""
         calls: list[Call] = []
         self.start = State(self.model)
-        with self._undone_by_failure(awaited=True):
+        with _Undone(self.start, self.runner.fail):
             for piece in pieces:
                 self.states[id(piece)] = State(self.model, buffers=False)
                 call = self._hear(piece)
@@ -106,7 +125,7 @@ class WholeWindow:
 
         if place is not None:
             self.states[id(piece)].restore_random()
-        with NothingElseMeets(), self._undone_by_failure():
+        with NothingElseMeets(), _Undone(self.start):
             return self.loss_fn(StandIn(self.model, answer), move(piece.load(), self.device))
 
     def restart(self) -> None:
@@ -115,23 +134,12 @@ class WholeWindow:
 
     def backward(self) -> None:
         """Bring the gradients that reached the model's answers back to its parameters."""
-        with self._undone_by_failure(awaited=True):
+        with _Undone(self.start, self.runner.fail):
             self.runner.backward()
 
     def commit(self) -> None:
         """Write running statistics and counters, once."""
         self.runner.commit()
-
-    @contextmanager
-    def _undone_by_failure(self, awaited: bool = False) -> Iterator[None]:
-        """Set back what layers count before they are refused, and tell ranks that wait for statistics."""
-        try:
-            yield
-        except Exception as error:
-            self.start.restore_buffers()
-            if awaited and not isinstance(error, SyncError):
-                self.runner.fail()
-            raise
 
     def _hear(self, piece: Piece) -> Call | None:
         def heard(call: Call) -> Any:
