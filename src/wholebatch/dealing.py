@@ -35,7 +35,7 @@ def deal(lengths: Sequence[int], ranks: int, size: Tokens | None = None) -> list
 
     Example:
         >>> deal([8, 1, 1, 9, 1], ranks=2, size=Tokens(16, overhead=0))
-        [[3], [0, 1, 2, 4]]
+        [[2, 3], [0, 1, 4]]
     """
     if size is None:
         return [list(range(rank, len(lengths), ranks)) for rank in range(ranks)]
