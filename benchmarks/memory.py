@@ -136,7 +136,7 @@ def draw(rows: list[dict[str, Any]], cap: int, path: Path) -> None:
     memory.bar_label(bars, [f"{row['peak'] / 2**20:.0f}" for row in rows], padding=12)
     memory.axvline(cap / 2**20, color="black", linestyle="--", label=f"the cap, {cap / 2**20:.1f} MiB")
     memory.set(xlabel="saved for the backward at the peak, MiB")
-    memory.margins(x=0.15)
+    memory.margins(x=0.2)
     memory.legend(loc="lower right")
     ratios = [row["cpu_ratio"] for row in rows]
     medians = [ratio["median"] for ratio in ratios]

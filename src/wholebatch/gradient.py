@@ -208,7 +208,7 @@ class _Run:
         model = survey.model
         self.survey, self.model, self.loss_fn, self.pieces = survey, model, loss_fn, list(pieces)
         self.ranks, self.gradients, self.options = ranks, gradients, options
-        self.recovery = None if auto is None else Recovery(auto, model, gradients)
+        self.recovery = None if auto is None else Recovery(auto, survey, gradients)
         self.device = survey.device
         self.shares = Shares(scaler, ranks.divides, drops_empty=ranks.world == 1)
         self.extent = sum(piece.size for piece in pieces)

@@ -169,18 +169,26 @@ class Gradients:
                 self._aside[id(parameter)] = grad.clone() if self._views else grad
                 parameter.grad = None
             if self._journal or self._widens(parameter):
-                hook = parameter.register_post_accumulate_grad_hook(self._note)  # type: ignore[no-untyped-call]
+                note = self._widen if self._widens(parameter) else self._record
+                hook = parameter.register_post_accumulate_grad_hook(note)  # type: ignore[no-untyped-call]
                 self._hooks.append(hook)
 
     def _widens(self, parameter: Tensor) -> bool:
         return self._dtype is not None and _bits(parameter.dtype) < _bits(self._dtype) and parameter.is_floating_point()
 
-    def _note(self, parameter: Tensor) -> None:
-        """Record that a backward has added to a parameter, and move what it added to the wider sum."""
+    def _record(self, parameter: Tensor) -> None:
+        """Note that a backward has added to a parameter."""
+        key = id(parameter)
+        if key in self.fired:
+            self.torn = True
+        else:
+            self.fired.add(key)
+
+    def _widen(self, parameter: Tensor) -> None:
+        """Move what a backward has added to the wider sum."""
+        self._record(parameter)
         key, grad = id(parameter), parameter.grad
-        self.torn |= key in self.fired
-        self.fired.add(key)
-        if grad is not None and self._widens(parameter):
+        if grad is not None:
             total = self._wide.get(key)
             self._wide[key] = grad.to(self._dtype) if total is None else total.add_(grad)
             parameter.grad = None

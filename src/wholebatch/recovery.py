@@ -10,15 +10,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import torch
-from torch import nn
 
 from wholebatch.batch import Nest
 from wholebatch.errors import OutOfMemoryError
 from wholebatch.memory import is_out_of_memory, peak_bytes, release
-from wholebatch.precision import Gradients, device_of
+from wholebatch.precision import Gradients
 from wholebatch.sizes import Auto, Tokens
 from wholebatch.state import State
 from wholebatch.sums import Tally
+from wholebatch.survey import Survey
 from wholebatch.window import Piece
 
 
@@ -31,12 +31,12 @@ class Recovery:
 
     Args:
         auto: remembers the size that fits.
-        model: whose buffers and random state are rolled back with a failed piece.
+        survey: of the model, whose buffers and random state are rolled back with a failed piece.
         gradients: the window's sums, with a journal.
     """
 
-    def __init__(self, auto: Auto, model: nn.Module, gradients: Gradients) -> None:
-        self._auto, self._model, self._gradients = auto, model, gradients
+    def __init__(self, auto: Auto, survey: Survey, gradients: Gradients) -> None:
+        self._auto, self._survey, self._gradients = auto, survey, gradients
         self._failed = False
 
     def run(self, piece: Piece, tally: Tally, work: Callable[[Piece], None]) -> int:
@@ -63,7 +63,7 @@ class Recovery:
             self._auto.rest()
 
     def _attempt(self, piece: Piece, tally: Tally, work: Callable[[Piece], None]) -> int:
-        state, mark = State(self._model), tally.mark()
+        state, mark = State(self._survey), tally.mark()
         self._gradients.fired.clear()
         said = self._try(piece, work)
         if said is None:
@@ -100,7 +100,7 @@ class Recovery:
 
     def _final(self, piece: Piece, said: str) -> str:
         leaves = ", ".join(str(leaf) for leaf in Nest(piece.load()).leaves)
-        peak = peak_bytes(device_of(self._model))
+        peak = peak_bytes(self._survey.device)
         held = "" if peak is None else f" The device has held up to {peak / 2**30:.2f} GiB."
         return (
             f"One row alone does not fit into memory: {leaves}. It failed with: {said}{held} No smaller piece is left. "

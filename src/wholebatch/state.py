@@ -79,7 +79,13 @@ class _Held(NamedTuple):
 
 
 def _held(survey: Survey) -> list[_Held]:
-    return [_Held(*owned, owned.buffer.detach().clone(), owned.buffer._version) for owned in survey.buffers]
+    """The buffers as they are now: a module may have put others in the place of those that were looked up."""
+    now = ((owned, owned.module._buffers.get(owned.name)) for owned in survey.buffers)
+    return [
+        _Held(owned.module, owned.name, buffer, buffer.detach().clone(), buffer._version)
+        for owned, buffer in now
+        if buffer is not None
+    ]
 
 
 def _accelerators(survey: Survey) -> list[torch.device]:
