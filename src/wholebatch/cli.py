@@ -57,6 +57,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _refused(str(error), status=1)
     except KeyboardInterrupt:  # before the first step or after the last; in between, a run saves itself and ends
         return _refused("interrupted.", status=128 + signal.SIGINT)
+    except BrokenPipeError:  # who reads has seen enough, as `| head` does; what is still to be flushed goes nowhere
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
 
 
 def train(arguments: list[str]) -> int:
@@ -65,7 +68,12 @@ def train(arguments: list[str]) -> int:
     from wholebatch.train import train as run
 
     outcome = run(_settings(Config, "train", arguments))
-    return 0 if outcome.signal is None else 128 + outcome.signal
+    status = 0 if outcome.signal is None else 128 + outcome.signal
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # gloo's threads may abort a process that tears down after all is done
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    return status
 
 
 def plan(arguments: list[str]) -> int:

@@ -154,6 +154,7 @@ def gathered(parallel: Literal["ddp", "fsdp"], device: str) -> Iterator[Team]:
         dist.init_process_group(backend, store=attempt, rank=rank, world_size=size, timeout=PATIENCE)
     try:
         yield Team(dist.get_rank(), dist.get_world_size(), parallel)
+        dist.barrier()  # nobody closes a connection that another one still reads from
     finally:
         if began:
             dist.destroy_process_group()
