@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import json
 import re
+import signal
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -123,6 +125,18 @@ def test_rows_are_planned_where_there_are_no_tokens() -> None:
     assert "batch 96 = 48 rows x 2 ranks; planned for the 48 of one" in told
     assert re.search(r"^use +wholebatch train --micro-batch-size \d+$", told, re.M)
     assert "checkpointing not weighed: the model has no blocks that would keep less" in told
+
+
+def test_a_loss_over_all_rows_is_not_planned_by_its_pieces() -> None:
+    with pytest.raises(ConfigError, match="The task contrastive takes its loss over all rows at once"):
+        said(Question(task="contrastive", memory="1GiB", device="cpu"))
+    assert "4 rows x 16 pieces" in said(Question(task="contrastive", micro_batch_size=4))
+
+
+def test_who_reads_may_stop_reading() -> None:
+    command = f"{sys.executable} -m wholebatch plan --batch-size 8 --micro-batch-size 4 | true; exit ${{PIPESTATUS[0]}}"
+    run = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60, check=False)
+    assert (run.returncode, run.stderr) in ((0, ""), (128 + signal.SIGPIPE, ""))
 
 
 def test_json_holds_the_plan(texts: Path) -> None:  # noqa: F811

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -39,8 +39,6 @@ class Question(Config):
 
     ranks: int = 1
     """How many processes share the batch."""
-    base_batch: int | None = None
-    """The batch that lr was found at: says the lr of this batch by the linear and the square-root rule."""
     json: bool = False
     """Print JSON alone."""
     plot: Path | None = None
@@ -48,10 +46,8 @@ class Question(Config):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("ranks", "base_batch"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"{name} is {value}; it must be at least 1.")
+        if self.ranks < 1:
+            raise ConfigError(f"ranks is {self.ranks}; it must be at least 1.")
         if self.base_batch is not None and self.lr is None:
             raise ConfigError(f"base_batch is {self.base_batch}, but no lr says what was found there. Give --lr too.")
         if self.resume is not None:
@@ -106,7 +102,7 @@ def answer_to(question: Question) -> Answer:
         answer = _by_arithmetic(Arrangement(batch, rows, question.ranks))
     else:
         answer = _by_measuring(settled, Arrangement(batch, ranks=question.ranks))
-    words = spoken(question)
+    words = spoken(replace(question, scale_lr=None, base_batch=None, nominal_batch=None))
     if words:
         answer.facts[0] = (answer.facts[0][0], f"{answer.facts[0][1]} (from {words})")
     _add_rates(answer, question, batch)
@@ -137,6 +133,11 @@ def _by_arithmetic(cut: Arrangement) -> Answer:
 
 def _by_measuring(settled: Config, batch: Arrangement) -> Answer:
     task = TASKS[settled.task](settled)
+    if isinstance(task.objective(), wb.Coupled):
+        raise ConfigError(
+            f"The task {settled.task} takes its loss over all rows at once, and runs its pieces twice: pieces alone do "
+            "not tell what that takes. Give micro_batch_size, and leave memory out, for the arithmetic."
+        )
     device = device_named(settled.device)
     model = task.model.to(device).train()
     first = Order(len(task.train), batch.batch_size, settled.seed).batch(0)
