@@ -264,6 +264,31 @@ def test_buffers_that_are_replaced_go_back_too(monkeypatch: pytest.MonkeyPatch) 
         assert_as_undisturbed("plain", Moments(moment), wb.Auto(8), ids=torch.cat([IDS, IDS[:3]]))
 
 
+def saved_by(ids: Tensor) -> int:
+    model = build(grads=False)
+    with SavedBytes(ignored=list(model.parameters())) as saved:
+        kept = squares(model, ids)
+    assert kept is not None
+    return saved.peak
+
+
+@settings(max_examples=25, deadline=None)
+@given(share=st.floats(0, 1), start=st.integers(1, 13))
+def test_any_budget_of_saved_bytes_leaves_no_trace(share: float, start: int) -> None:
+    """From what one row saves to what all of them do, with dropout and buffers that move."""
+    one, whole = saved_by(IDS[:1]), saved_by(IDS)
+    memory, auto = Memory(), wb.Auto(start)
+    disturbed, calm = build("plain", memory), build()
+    with SavedBytes(one + int(share * (whole - one)), ignored=list(disturbed.parameters())) as saved:
+        result, draws = run(disturbed, IDS, auto, noted(memory))
+    _, expected_draws = run(calm, final_pieces(memory, result), None)
+    assert saved.live == 0
+    assert result.micro_batches >= len(IDS) / start
+    assert torch.equal(draws, expected_draws)
+    assert torch.equal(disturbed.observer.mean, calm.observer.mean)
+    assert_same_gradient(disturbed, gradients_of(calm))
+
+
 @settings(max_examples=25, deadline=None)
 @given(
     rows=st.integers(1, 12),
