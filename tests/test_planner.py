@@ -128,6 +128,12 @@ def test_a_way_that_keeps_as_much_is_not_weighed() -> None:
     assert [way.way for way in plan(stack, squares, ROWS).measured] == ["smaller pieces"]
 
 
+def test_doing_more_never_seems_faster() -> None:
+    plain, again = plan(build(), squares, ROWS).measured
+    for held in (1, 8, 64):
+        assert again.fixed_seconds + again.unit_seconds * held >= plain.fixed_seconds + plain.unit_seconds * held
+
+
 def test_no_piece_is_tried_far_beyond_the_memory() -> None:
     free = plan(build(), squares, ROWS)
     capped = plan(build(), squares, ROWS, parts_of(free) + int(free.measured[0].piece_bytes(6)))

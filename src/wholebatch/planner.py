@@ -279,10 +279,17 @@ class _Notes:
             self.peaks.append(seen[0])
             self.times.append(seen[1])
 
-    def measured(self, pace: float) -> Measured:
-        """Draw the lines; ``pace`` is how long a second of this process takes."""
+    def measured(self, pace: float, plain: _Notes) -> Measured:
+        """Draw the lines; ``pace`` is how long a second of this process takes.
+
+        The other ways do what the plain one does, and more: their times follow its line, at a ratio that all sizes
+        which both have run tell together, and that is below 1 by chance alone.
+        """
         times = [pace * seconds for seconds in self.times]
-        return Measured(self.way, self.held, self.peaks, times, *_line(self.held, self.peaks), *_line(self.held, times))
+        common = min(len(self.times), len(plain.times))
+        ratio = max(1.0, sum(self.times[:common]) / sum(plain.times[:common]))
+        fixed, unit = (pace * ratio * number for number in _line(plain.held, plain.times))
+        return Measured(self.way, self.held, self.peaks, times, *_line(self.held, self.peaks), fixed, unit)
 
 
 class _Trial:
@@ -308,7 +315,8 @@ class _Trial:
                     notes[way].add(piece, self._attempt(context, piece, first=not notes[way].held))
             for each in notes.values():
                 each.full |= bool(each.held) and (each.peaks[-1] > self._free or each.times[-1] > LONG_SECONDS)
-        return [each.measured(self._pace) for each in notes.values()]
+        plain = next(iter(notes.values()))
+        return [each.measured(self._pace, plain) for each in notes.values()]
 
     def _attempt(self, context: Running, piece: Piece, first: bool) -> tuple[float, float] | None:
         """Run one piece; None if it does not fit, which the first of all must."""
