@@ -58,7 +58,7 @@ SIZES = (
     Size("perceptron, 5 layers", lambda: perceptron(256, 1024, 4), rows=256, width=256, pieces=8),
     Size("transformer, 6 blocks", lambda: Mixer(192, 6), rows=32, width=32 * 192, pieces=8),
     Size("perceptron, 7 layers", lambda: perceptron(1024, 1024, 6), rows=128, width=1024, pieces=4),
-    # Too small for anybody's purse: here the bookkeeping shows, about 0.3 ms a step and 0.03 ms a piece.
+    # Too small to be worth cutting: here the bookkeeping shows.
     Size("a step of 2 ms", lambda: perceptron(64, 48, 4), rows=64, width=64, pieces=8),
 )
 

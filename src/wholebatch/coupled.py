@@ -32,7 +32,7 @@ from wholebatch.norms import pooled
 from wholebatch.options import Options, checked
 from wholebatch.precision import Gradients, device_of, leaves_of
 from wholebatch.ranks import ranks_of
-from wholebatch.refusals import refuse_inexact
+from wholebatch.refusals import refuse_foreign, refuse_inexact
 from wholebatch.sizes import Auto, Size, Tokens
 from wholebatch.staged import window_for
 from wholebatch.state import State
@@ -331,12 +331,8 @@ class _Coupled:
             outputs.append(output)
             seeds.append(one * share)
         found = self.gradients.include(leaf for leaf in leaves_of(outputs) if isinstance(leaf, nn.Parameter))
-        if found and self.ranks.world > 1:
-            raise SyncError(
-                f"The loss reaches {len(found)} parameters outside of the wrapped model (first: shape "
-                f"{tuple(found[0].shape)}), whose gradients no rank would exchange. Make them part of the module that "
-                "DistributedDataParallel wraps."
-            )
+        if self.ranks.world > 1:
+            refuse_foreign(found)
         if outputs:
             torch.autograd.backward(outputs, seeds)
 
