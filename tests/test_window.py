@@ -15,6 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
 
 import wholebatch as wb
+from wholebatch.batch import take
 from wholebatch.errors import SplitError
 from wholebatch.window import Piece, pieces_of
 
@@ -251,3 +252,13 @@ def test_leaves_are_not_named_where_samples_are_cut() -> None:
 def test_a_name_that_is_not_there_is_an_error_without_a_size_too() -> None:
     with pytest.raises(SplitError, match="names nothing"):
         pieces_of({"x": torch.zeros(4)}, whole=("y",))
+
+
+def test_what_is_done_to_a_micro_batch_does_not_reach_the_next_time_it_is_loaded() -> None:
+    first, _ = pieces_of({"x": torch.arange(4), "y": torch.arange(4)}, 2)
+    first.load().pop("y")
+    assert set(first.load()) == {"x", "y"}
+
+
+def test_a_range_of_rows_from_the_end_is_no_range_of_rows_from_the_start() -> None:
+    assert take(torch.arange(4), range(-2, 0)).tolist() == [2, 3]

@@ -103,6 +103,11 @@ class Nest:
         """Where its leaves lie, in order."""
         return [leaf.path for leaf in self.leaves]
 
+    @property
+    def has_views(self) -> bool:
+        """Whether rows that lie together can be taken out without a copy."""
+        return all(leaf.rows is None or leaf.kind.has_views(leaf.value) for leaf in self.leaves)
+
     def count_rows(self) -> int:
         """Return the number of rows, on which all leaves agree.
 
@@ -121,15 +126,18 @@ class Nest:
 
     def map(self, change: Callable[[Leaf], Any]) -> Any:
         """Put the nest together again from ``change(leaf)`` of every leaf; the batch itself if none changed."""
-        values = [change(leaf) for leaf in self.leaves]
+        return self._rebuilt([change(leaf) for leaf in self.leaves])
+
+    def take(self, index: slice | Sequence[int], change: Callable[[Leaf, Any], Any] | None = None) -> Any:
+        """Cut the rows of ``index`` out of every leaf that has rows, then let ``change(leaf, cut)`` shape each."""
+        rows = index if isinstance(index, slice) else _as_slice(index)
+        parts = [leaf.cut(rows) for leaf in self.leaves]
+        return self._rebuilt(parts if change is None else list(map(change, self.leaves, parts)))
+
+    def _rebuilt(self, values: list[Any]) -> Any:
         if all(new is leaf.value for new, leaf in zip(values, self.leaves, strict=True)):
             return self.batch
         return self._build(iter(values))
-
-    def take(self, index: slice | Sequence[int], change: Callable[[Leaf, Any], Any] = lambda leaf, cut: cut) -> Any:
-        """Cut the rows of ``index`` out of every leaf that has rows, then let ``change(leaf, cut)`` shape each."""
-        rows = index if isinstance(index, slice) else _as_slice([operator.index(row) for row in index])
-        return self.map(lambda leaf: change(leaf, leaf.cut(rows)))
 
 
 def rows_of(batch: Any, whole: Sequence[str] = ()) -> int:
@@ -314,11 +322,14 @@ def _rebuilt_mapping(value: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
     return new
 
 
-def _as_slice(index: list[int]) -> Index:
+def _as_slice(index: Sequence[int]) -> Index:
     """A slice where the rows lie together: tensors then need no copy."""
-    if index and index == list(range(index[0], index[0] + len(index))):
-        return slice(index[0], index[0] + len(index))
-    return index
+    if isinstance(index, range) and index.step == 1 and index.start >= 0:
+        return slice(index.start, index.stop)
+    rows = [operator.index(row) for row in index]
+    if rows and rows == list(range(rows[0], rows[0] + len(rows))):
+        return slice(rows[0], rows[0] + len(rows))
+    return rows
 
 
 def _named(path: str, names: Iterable[str]) -> bool:

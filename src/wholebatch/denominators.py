@@ -204,7 +204,10 @@ def _same_answers(before: Sums, now: Sums) -> None:
 
 
 def _pattern(answer: Answer) -> frozenset[TermKey] | None:
-    averaged = frozenset(key for key, term in answer.terms.items() if term.kind not in KNOWN)
+    """Which terms one provisional number serves; None if it takes several."""
+    averaged = frozenset([key for key, term in answer.terms.items() if term.kind not in KNOWN])
+    if len(answer.terms) == 1:
+        return averaged
     groups = {group for key, group in answer.groups.items() if key in averaged}
     return None if len(groups) > 1 or (groups and len(averaged) < len(answer.terms)) else averaged
 

@@ -347,10 +347,11 @@ class _Run:
     def _explore(self, answer: Answer) -> None:
         """Find leaves outside of the model that the window will add to, so that they are mended too."""
         self.explored = True
-        # A sharded model has other parameters by now: those that its forward has gathered.
-        own = {id(parameter) for parameter in (*self.survey.parameters, *self.model.parameters())}
         leaves = leaves_of(output for output, _ in weighted(answer).values())
-        foreign = [leaf for leaf in leaves if id(leaf) not in own and not self.ranks.owns(leaf)]
+        foreign = [leaf for leaf in self.gradients.unknown(leaves) if not self.ranks.owns(leaf)]
+        if foreign:  # a sharded model has other parameters by now: those that its forward has gathered
+            own = {id(parameter) for parameter in self.model.parameters()}
+            foreign = [leaf for leaf in foreign if id(leaf) not in own]
         self.gradients.include(foreign)
         if self.ranks.world > 1:
             refuse_foreign(foreign)

@@ -27,6 +27,10 @@ class Kind:
         """Return the rows of ``index``."""
         return value
 
+    def has_views(self, value: Any) -> bool:
+        """Tell whether rows that lie together are cut out without a copy."""
+        return False
+
     def join(self, values: list[Any]) -> Any:
         """Return the rows of all values, one behind the other."""
         return values[0]
@@ -77,11 +81,14 @@ class Array(Kind):
 class Dense(Array):
     """A tensor; also a sparse one."""
 
+    def has_views(self, value: Tensor) -> bool:
+        """Tell whether it is strided: sparse tensors know no slices."""
+        return value.layout is torch.strided
+
     def cut(self, value: Tensor, index: Index) -> Tensor:
         """Return a view where the rows lie together, else a copy."""
-        if isinstance(index, slice) and value.layout is torch.strided:
+        if isinstance(index, slice) and self.has_views(value):
             return value[index]
-        # Sparse tensors know no slices.
         places = list(range(len(value))[index]) if isinstance(index, slice) else index
         return value.index_select(0, torch.tensor(places, dtype=torch.long, device=value.device))
 

@@ -6,7 +6,7 @@ of every rank. A micro-batch knows its own total and count only; dividing is the
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Real
 from typing import Any, TypeAlias
@@ -232,6 +232,10 @@ class Answer:
         numbers: dict[tuple[object, ...], int] = {}
         return {key: numbers.setdefault(term.group, len(numbers)) for key, term in self.terms.items()}
 
+    def without(self, keys: Collection[TermKey]) -> Answer:
+        """Leave some terms out."""
+        return replace(self, terms={key: term for key, term in self.terms.items() if key not in keys})
+
 
 def read(returned: object, rows: int) -> Answer | None:
     """Read what a loss function returned for a micro-batch of so many rows.
@@ -270,6 +274,11 @@ def floating(value: object, name: str) -> Tensor:
         return value
     kind = f"a tensor of {value.dtype}" if isinstance(value, Tensor) else describe(value)
     raise LossError(f"'{name}' is {kind}; a loss needs a real floating-point tensor. {FORMS}")
+
+
+def is_half(tensor: Tensor) -> bool:
+    """Tell whether a tensor has fewer than 32 bits a number."""
+    return tensor.is_floating_point() and tensor.element_size() < 4
 
 
 def plain_count(count: object) -> Count:
@@ -352,12 +361,8 @@ def _spread(weights: object, values: Tensor) -> Tensor:
 
 
 def _sum(values: Tensor) -> Tensor:
-    return (
-        values.sum(dtype=torch.promote_types(values.dtype, torch.float32))
-        if values.is_floating_point()
-        else values.sum()
-    )
+    return values.sum(dtype=torch.float32) if is_half(values) else values.sum()
 
 
 def _wide(value: Tensor) -> Tensor:
-    return value.to(torch.promote_types(value.dtype, torch.float32))
+    return value.float() if is_half(value) else value

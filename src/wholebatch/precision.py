@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 
-from wholebatch.loss import Count
+from wholebatch.loss import Count, is_half
 from wholebatch.survey import Survey
 
 
@@ -68,10 +68,14 @@ class Gradients:
 
     def include(self, leaves: Iterable[Tensor]) -> list[Tensor]:
         """Take in further leaves that are about to receive gradients; return those that are new."""
-        new = [leaf for leaf in leaves if id(leaf) not in self.parameters]
+        new = self.unknown(leaves)
         self.parameters.update((id(leaf), leaf) for leaf in new)
         self._begin(new)
         return new
+
+    def unknown(self, leaves: Iterable[Tensor]) -> list[Tensor]:
+        """List the leaves that are none of its parameters."""
+        return [leaf for leaf in leaves if id(leaf) not in self.parameters]
 
     @property
     def clean(self) -> bool:
@@ -194,21 +198,22 @@ class Gradients:
             parameter.grad = None
 
 
-def nodes_of(outputs: Iterable[Tensor]) -> set[Node]:
-    """Collect the nodes of the graph that a backward pass from these outputs would run through."""
-    stack = [node for node in (output.grad_fn for output in outputs) if node is not None]
-    seen = set(stack)
-    while stack:
-        following = stack.pop().next_functions
-        fresh = {node for node, _ in following if node is not None and node not in seen}
-        seen |= fresh
-        stack.extend(fresh)
-    return seen
+def nodes_of(outputs: Iterable[Tensor]) -> list[Node]:
+    """List the nodes of the graph that a backward pass from these outputs would run through."""
+    nodes = [node for node in (output.grad_fn for output in outputs) if node is not None]
+    seen = set(nodes)
+    for node in nodes:  # which grows meanwhile
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                nodes.append(following)
+    return nodes
 
 
 def leaves_of(outputs: Iterable[Tensor]) -> list[Tensor]:
     """List the leaf tensors that a backward pass from these outputs would reach."""
-    leaves = (getattr(node, "variable", None) for node in nodes_of(outputs))
+    ends = [node for node in nodes_of(outputs) if not node.next_functions]
+    leaves = (getattr(node, "variable", None) for node in ends)
     return [leaf for leaf in leaves if leaf is not None]
 
 
@@ -280,11 +285,6 @@ def precise(device: torch.device) -> torch.dtype:
 
 def _bits(dtype: torch.dtype) -> int:
     return 8 * dtype.itemsize
-
-
-def is_half(tensor: Tensor) -> bool:
-    """Tell whether a tensor has fewer than 32 bits a number."""
-    return tensor.is_floating_point() and tensor.element_size() < 4
 
 
 def power_of_two(number: Count) -> Count:

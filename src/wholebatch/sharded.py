@@ -14,7 +14,8 @@ from torch.utils.hooks import RemovableHandle
 
 from wholebatch.batch import Nest, move
 from wholebatch.errors import SyncError
-from wholebatch.precision import Gradients, device_of, is_half
+from wholebatch.loss import is_half
+from wholebatch.precision import Gradients, device_of
 from wholebatch.state import State
 from wholebatch.sums import Sums
 from wholebatch.sync import Peers, Ranks, Status, Travel, buckets, message_device

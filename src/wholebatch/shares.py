@@ -35,7 +35,7 @@ class Shares:
     def of(self, answer: Answer, denominators: Denominators) -> tuple[list[Tensor], Seeds]:
         """Return the tensors to go back from, and what to begin with at each; none for an answer that is constant."""
         divisors = denominators.of(answer)
-        empty = _empty(divisors) if self._drops_empty else set()
+        empty = _empty(divisors) if self._drops_empty and len(divisors) > 1 else ()
         outputs: list[Tensor] = []
         seeds: Seeds = []
         for key, (output, weight) in weighted(answer).items():

@@ -86,8 +86,9 @@ class Sums:
         means: dict[TermKey, Tensor] = {}
         shares: dict[TermKey, Tensor] = {}
         for key, kind in self.schema.terms:
-            means[key] = quotient(self.totals[key], self.denominator(key, kind))
-            shares[key] = quotient(self.weighted[key], self.denominator(key, kind))
+            total, weighted, denominator = self.totals[key], self.weighted[key], self.denominator(key, kind)
+            means[key] = quotient(total, denominator)
+            shares[key] = means[key] if weighted is total else quotient(weighted, denominator)
         items = {key: _count(1.0 if kind in KNOWN else self.counts[key]) for key, kind in self.schema.terms}
         loss = torch.stack(list(shares.values())).sum() if shares else torch.zeros((), device=device)
         return {
@@ -143,10 +144,12 @@ class Tally:
             self._terms.append({})
             return None
         self._check_form(answer)
-        terms = {key: term for key, term in answer.terms.items() if term.kind != "once" or not self._has(key)}
-        self._terms.append({key: _noted(term) for key, term in terms.items()})
+        repeated = [key for key, term in answer.terms.items() if term.kind == "once" and self._has(key)]
+        if repeated:
+            answer = answer.without(repeated)
+        self._terms.append({key: _noted(term) for key, term in answer.terms.items()})
         self._metrics.append({name: _noted(metric) for name, metric in answer.metrics.items()})
-        return Answer(terms, answer.metrics, answer.named) if terms else None
+        return answer if answer.terms else None
 
     def mark(self) -> tuple[int, int]:
         """Return how much has been noted, to rewind to."""
@@ -248,7 +251,7 @@ def _sum(totals: Sequence[Tensor]) -> Tensor:
 def _weighted(notes: Sequence[_Noted], total: Tensor) -> Tensor:
     first = notes[0].weight
     if isinstance(first, float) and all(isinstance(note.weight, float) and note.weight == first for note in notes):
-        return total * first
+        return total if first == 1.0 else total * first
     return torch.stack([note.total * note.weight for note in notes]).sum()
 
 

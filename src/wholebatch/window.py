@@ -78,6 +78,7 @@ class Piece:
         index: the numbers of its rows.
         lengths: of all rows in tokens, where pieces are counted in tokens.
         packed: rows lie one behind the other, without padding.
+        ready: the micro-batch, if it has been cut already; it is handed out once, since a loss function may change it.
     """
 
     def __init__(
@@ -86,9 +87,10 @@ class Piece:
         index: Sequence[int],
         lengths: Sequence[int] | None = None,
         packed: bool = False,
+        ready: Any = None,
     ) -> None:
         self.index = index
-        self._cut, self._lengths, self._packed = cut, lengths, packed
+        self._cut, self._lengths, self._packed, self._ready = cut, lengths, packed, ready
 
     def __repr__(self) -> str:
         return f"Piece(rows={self.rows}, size={self.size:g})"
@@ -115,7 +117,8 @@ class Piece:
 
     def load(self) -> Any:
         """Make the micro-batch: cut, collated, trimmed; on the device where the batch lies."""
-        return self._cut(self.index)
+        ready, self._ready = self._ready, None
+        return self._cut(self.index) if ready is None else ready
 
     def halves(self) -> tuple[Piece, Piece] | None:
         """Split it in two by rows, in order; None if one row is left."""
@@ -197,7 +200,9 @@ def _pieces(batch: Any, limit: int | Tokens | None, whole: Sequence[str], collat
         return _one_piece(nest)
     rows = nest.count_rows()
     if isinstance(limit, int):
-        return [Piece(nest.take, index) for index in _runs(rows, limit)]
+        # Views cost no memory, and cutting all of them in a row takes a tenth of the time of one here and one there.
+        cut = nest.take if nest.has_views else lambda index: None
+        return [Piece(nest.take, index, ready=cut(index)) for index in _runs(rows, limit)]
     return _pieces_by_tokens(nest, limit) if rows else []
 
 
