@@ -260,5 +260,8 @@ def test_what_is_done_to_a_micro_batch_does_not_reach_the_next_time_it_is_loaded
     assert set(first.load()) == {"x", "y"}
 
 
-def test_a_range_of_rows_from_the_end_is_no_range_of_rows_from_the_start() -> None:
-    assert take(torch.arange(4), range(-2, 0)).tolist() == [2, 3]
+@pytest.mark.parametrize("rows", [range(-2, 0), [-2, -1]])
+def test_row_numbers_below_zero_are_no_empty_micro_batch(rows: Any) -> None:
+    assert take(["a", "b", "c"], rows) == ["b", "c"]
+    with pytest.raises(IndexError):
+        take(torch.arange(3), rows)

@@ -327,7 +327,7 @@ def _as_slice(index: Sequence[int]) -> Index:
     if isinstance(index, range) and index.step == 1 and index.start >= 0:
         return slice(index.start, index.stop)
     rows = [operator.index(row) for row in index]
-    if rows and rows == list(range(rows[0], rows[0] + len(rows))):
+    if rows and rows[0] >= 0 and rows == list(range(rows[0], rows[0] + len(rows))):
         return slice(rows[0], rows[0] + len(rows))
     return rows
 
