@@ -333,3 +333,12 @@ def test_the_words_of_other_rows_are_not_kept_with_a_piece() -> None:
     with pytest.raises(ValueError, match="word_ids"):
         take(encoding, [1]).word_ids(0)
     assert take(encoding, [1])["input_ids"].tolist() == [[1, 0]]
+
+
+def test_a_list_of_micro_batches_that_is_no_window_is_told_so() -> None:
+    uneven = [torch.zeros(4, 3), torch.zeros(2, 3)]
+    with pytest.raises(SplitError, match=r"wb\.Window\(batch\)"):
+        rows_of(uneven)
+    with pytest.raises(SplitError) as error:
+        rows_of(tuple(uneven))
+    assert "Window" not in str(error.value)

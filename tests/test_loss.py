@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -191,3 +192,22 @@ def test_losses_of_the_same_labels_share_a_denominator() -> None:
 def test_shapes_that_do_not_fit_are_refused(make: Any, words: str) -> None:
     with pytest.raises(wb.LossError, match=words):
         make()
+
+
+def test_a_term_may_be_taken_from_nothing_but_not_from_what_has_no_denominator() -> None:
+    assert [part.weight for part in (wb.total(VALUES) - wb.mean(VALUES)).parts] == [1.0, -1.0]
+    assert [part.weight for part in (0 - wb.mean(VALUES)).parts] == [-1.0]
+    with pytest.raises(wb.LossError, match=r"wb\.once"):
+        1 - wb.mean(VALUES)  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("use", [lambda t: t**0.5, lambda t: 1 / t], ids=["a power", "a quotient"])
+def test_a_function_of_the_whole_mean_is_not_taken_of_a_share(use: Callable[[Any], Any]) -> None:
+    with pytest.raises(wb.LossError, match="coupled_backward"):
+        use(wb.mean(VALUES))
+
+
+@pytest.mark.parametrize("name", ["backward", "sqrt", "item"])
+def test_a_term_that_is_used_like_a_tensor_says_what_it_is(name: str) -> None:
+    with pytest.raises(AttributeError, match=r"no .*'.*\.value"):
+        getattr(wb.mean(VALUES), name)

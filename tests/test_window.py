@@ -265,3 +265,8 @@ def test_row_numbers_below_zero_are_no_empty_micro_batch(rows: Any) -> None:
     assert take(["a", "b", "c"], rows) == ["b", "c"]
     with pytest.raises(IndexError):
         take(torch.arange(3), rows)
+
+
+def test_a_number_in_the_loaders_place_is_refused_at_once() -> None:
+    with pytest.raises(TypeError, match=r"wb\.windows\(loader, 8\)"):
+        wb.windows(8, [1, 2])  # type: ignore[arg-type, call-overload]

@@ -121,7 +121,8 @@ class Nest:
                 "Give tensors with a first dimension, or a list of samples with collate=."
             )
         if len(counts) > 1:
-            _refuse_disagreement([leaf for leaf in self.leaves if leaf.rows is not None], counts)
+            ready = " If it is the micro-batches of one step, say so: wb.Window(batch)." * isinstance(self.batch, list)
+            _refuse_disagreement([leaf for leaf in self.leaves if leaf.rows is not None], counts, ready)
         return next(iter(counts))
 
     def map(self, change: Callable[[Leaf], Any]) -> Any:
@@ -350,7 +351,7 @@ def _listed(leaves: Sequence[Leaf]) -> str:
     return ", ".join(map(str, leaves[:SHOWN])) + more
 
 
-def _refuse_disagreement(leaves: Sequence[Leaf], counts: Mapping[int, int]) -> None:
+def _refuse_disagreement(leaves: Sequence[Leaf], counts: Mapping[int, int], more_hints: str) -> None:
     usual = max(counts, key=counts.__getitem__)  # the first of those that are equally frequent
     others = tuple(leaf.path for leaf in leaves if leaf.rows != usual)
     more = f" and {len(leaves) - SHOWN} more" if len(leaves) > SHOWN else ""
@@ -359,5 +360,5 @@ def _refuse_disagreement(leaves: Sequence[Leaf], counts: Mapping[int, int]) -> N
     raise SplitError(
         "The batch's tensors disagree on the number of rows: "
         f"{', '.join(f'{leaf} has {leaf.rows}' for leaf in leaves[:SHOWN])}{more}. Give every tensor the same first "
-        f"dimension, or name those that go whole: whole={others}.{hint}"
+        f"dimension, or name those that go whole: whole={others}.{hint}{more_hints}"
     )

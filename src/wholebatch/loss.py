@@ -29,6 +29,11 @@ FORMS = """A loss function returns one of:
   (loss, {"accuracy": correct.float()})                            a loss and metrics
   None                                                             nothing to learn from here"""
 
+NOT_LINEAR = (
+    "A function of the whole batch's mean cannot be taken of one micro-batch's share of it: only sums of terms, and "
+    "terms times numbers. For any function of all rows use wb.coupled_backward."
+)
+
 
 class Terms:
     """A weighted sum of terms, as made by ``a + 0.1 * b``."""
@@ -56,6 +61,9 @@ class Terms:
     def __sub__(self, other: object) -> Terms:
         return self + (-other) if isinstance(other, Terms) else self + other
 
+    def __rsub__(self, other: object) -> Terms:
+        return -self + other
+
     def __neg__(self) -> Terms:
         return self * -1.0
 
@@ -67,6 +75,18 @@ class Terms:
 
     def __truediv__(self, divisor: object) -> Terms:
         return self * (1.0 / _weight(divisor))
+
+    def __pow__(self, exponent: object) -> Terms:
+        raise LossError(f"Cannot raise a term to the power of {exponent}. {NOT_LINEAR}")
+
+    def __rtruediv__(self, other: object) -> Terms:
+        raise LossError(f"Cannot divide {describe(other)} by a term. {NOT_LINEAR}")
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"A term of the loss has no {name!r}: it is a sum whose denominator the window knows. Return it from the "
+            f"loss function; its mean over this micro-batch alone is .value. {NOT_LINEAR}"
+        )
 
 
 @dataclass(frozen=True, eq=False)

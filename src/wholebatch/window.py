@@ -67,6 +67,8 @@ def windows(loader: Iterable[T], k: Schedule) -> Iterator[Window[T]]:
         >>> [list(window) for window in wb.windows(range(6), [1, 2])]
         [[0], [1, 2], [3, 4], [5]]
     """
+    if not isinstance(loader, Iterable):
+        raise TypeError(f"loader is {loader!r:.80}, of which nothing can be read. Call wb.windows(loader, 8).")
     return _windows(loader, _schedule(k))
 
 
