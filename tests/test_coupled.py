@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+from collections import deque
 from typing import Any
 
 import pytest
@@ -263,6 +264,130 @@ def test_a_failure_leaves_gradients_as_they_were() -> None:
     assert all(torch.equal(p.grad, torch.ones_like(p)) for p in model.parameters() if p.grad is not None)
 
 
+def test_a_failure_takes_back_what_parameters_outside_of_the_model_were_given() -> None:
+    model, head, calls = net(), nn.Linear(4, 4).double(), []
+    head.weight.grad = torch.ones_like(head.weight)
+
+    def fails_late(model: nn.Module, pair: Any) -> Any:
+        calls.append(len(pair[0]))
+        if len(calls) == 5:  # three pieces, the last of them and the first have gone backward
+            raise ArithmeticError("mine")
+        return model(head(pair[0]), pair[1])
+
+    with pytest.raises(ArithmeticError, match="mine"):
+        wb.coupled_backward(model, fails_late, contrast(model), rows(), micro_batch_size=4)
+    assert torch.equal(head.weight.grad, torch.ones_like(head.weight))
+    assert head.bias.grad is None
+    assert set(gradients_of(model).values()) == {None}
+
+
+def test_parameters_that_only_the_graph_names_are_taken_back_too() -> None:
+    model, hidden = net(), deque([nn.Parameter(torch.ones(4).double())])  # nobody looks for parameters in there
+    calls: list[int] = []
+
+    def fails_late(model: nn.Module, pair: Any) -> Any:
+        calls.append(len(pair[0]))
+        if len(calls) == 5:
+            raise ArithmeticError("mine")
+        return model(pair[0] * hidden[0], pair[1])
+
+    with pytest.raises(ArithmeticError, match="mine"):
+        wb.coupled_backward(model, fails_late, contrast(model), rows(), micro_batch_size=4)
+    assert hidden[0].grad is None
+
+
+def weightless(left: torch.Tensor, right: torch.Tensor) -> Any:
+    return wb.mean((left - right).square().sum(1), torch.zeros(len(left)))
+
+
+def test_a_loss_without_items_gives_zeros_and_no_step() -> None:
+    model = net()
+    result = wb.coupled_backward(model, encode, weightless, rows(), micro_batch_size=4)
+    assert (result.loss.item(), [float(count) for count in result.items]) == (0.0, [0.0])
+    for name, gradient in gradients_of(model).items():
+        assert gradient is None or not gradient.any(), name
+    before = copy.deepcopy(model.state_dict())
+    sgd = torch.optim.SGD(model.parameters(), lr=1.0, weight_decay=0.1)
+    result = wb.Step(model, sgd, wb.Coupled(encode, weightless), micro_batch_size=4)(rows())
+    assert not result.stepped and "no items" in str(result.reason)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_no_items_are_zeros_even_where_the_loss_is_no_number() -> None:
+    model = net()
+
+    def undefined(left: torch.Tensor, right: torch.Tensor) -> Any:
+        return wb.Mean((left - right).sum() * float("nan"), 0)
+
+    wb.coupled_backward(model, encode, undefined, rows(), micro_batch_size=4)
+    assert all(gradient is None or not gradient.any() for gradient in gradients_of(model).values())
+
+
+@pytest.mark.parametrize("options", [{"items": len}, {"sync": "every"}], ids=str)
+def test_options_without_a_meaning_for_all_rows_are_refused_before_anything_runs(options: Any) -> None:
+    model, calls = net(), []
+
+    def noted(model: nn.Module, pair: Any) -> Any:
+        calls.append(pair)
+        return model(*pair)
+
+    with pytest.raises((TypeError, ValueError), match=f"Leave {next(iter(options))}= out"):
+        wb.coupled_backward(model, noted, contrast(model), rows(), micro_batch_size=4, **options)
+    sgd = torch.optim.SGD(model.parameters(), lr=1.0)
+    with pytest.raises((TypeError, ValueError), match=f"Leave {next(iter(options))}= out"):
+        wb.Step(model, sgd, wb.Coupled(noted, contrast(model)), micro_batch_size=4, **options)
+    assert not calls
+    wb.coupled_backward(model, noted, contrast(model), rows(), micro_batch_size=4, items=None, sync="last")
+
+
+@pytest.mark.parametrize(
+    ("encoder", "loss", "reason"),
+    [
+        (encode, lambda left, right: torch.ones(()), "does not depend on any parameter"),
+        (encode, lambda left, right: left.detach().sum(), "does not depend on any parameter"),
+        (lambda m, pair: [out.detach() for out in m(*pair)], lambda left, right: left.sum(), "No gradient has arrived"),
+    ],
+    ids=["a constant", "detached rows", "a detached encoder"],
+)
+def test_a_loss_that_no_parameter_can_change_is_refused(encoder: Any, loss: Any, reason: str) -> None:
+    model = net()
+    with pytest.raises(wb.LossError, match=reason):
+        wb.coupled_backward(model, encoder, loss, rows(), micro_batch_size=4)
+    assert set(gradients_of(model).values()) == {None}
+
+
+@pytest.mark.parametrize("size", [4, None])
+def test_gradients_that_are_switched_off_are_named_as_the_cause(size: int | None) -> None:
+    model = net()
+    with torch.no_grad(), pytest.raises(wb.LossError, match=r"disabled here: torch\.no_grad"):
+        wb.coupled_backward(model, encode, contrast(model), rows(), micro_batch_size=size)
+
+
+def test_a_batch_without_rows_is_refused() -> None:
+    model = net()
+    with pytest.raises(wb.SplitError, match="The batch has no rows"):
+        wb.coupled_backward(model, encode, contrast(model), rows(0), micro_batch_size=4)
+
+
+def test_pooled_statistics_count_every_row_once_though_pieces_are_encoded_twice() -> None:
+    model, pair = net(norm=True), rows()
+    whole = net(norm=True)
+    whole(*pair)
+    wb.coupled_backward(model, encode, contrast(model), pair, micro_batch_size=4, batch_norm="pooled")
+    for name, buffer in whole.named_buffers():
+        assert torch.allclose(model.get_buffer(name), buffer, rtol=1e-12), name
+
+
+def test_forms_that_change_between_micro_batches_are_refused() -> None:
+    def changing(model: nn.Module, pair: Any) -> Any:
+        left, right = model(*pair)
+        return (left, right) if len(left) == 4 else {"left": left, "right": right}
+
+    model = net()
+    with pytest.raises(wb.LossError, match="Return one form"):
+        wb.coupled_backward(model, changing, contrast(model), rows(), micro_batch_size=4)
+
+
 @pytest.mark.parametrize(
     ("encoder", "reason"),
     [
@@ -278,22 +403,26 @@ def test_what_encode_may_not_return_is_refused_with_its_shape(encoder: Any, reas
         wb.coupled_backward(model, encoder, lambda *encoded: encoded[0].sum(), rows(), micro_batch_size=4)
 
 
-def short_of_memory(limit: int) -> Any:
+OUT_OF_MEMORY = torch.OutOfMemoryError("CUDA out of memory.")
+
+
+def short_of_memory(limit: int, error: BaseException = OUT_OF_MEMORY) -> Any:
     """Encode at most so many rows at a time with a graph, as if more did not fit."""
 
     def encode_some(model: nn.Module, pair: Any) -> Any:
         if len(pair[0]) > limit:
-            raise torch.OutOfMemoryError("CUDA out of memory.")
+            raise error
         return model(*pair)
 
     return encode_some
 
 
-def test_auto_begins_anew_in_smaller_pieces_when_memory_runs_out() -> None:
+@pytest.mark.parametrize("error", [OUT_OF_MEMORY, MemoryError()], ids=repr)
+def test_auto_begins_anew_in_smaller_pieces_when_memory_runs_out(error: BaseException) -> None:
     model, pair, size = net(norm=True, drop=0.0), rows(), wb.Auto(8)
     reference = whole_batch(net(norm=True), meant, pair)
     result = wb.coupled_backward(
-        model, short_of_memory(3), contrast(model), pair, micro_batch_size=size, batch_norm="exact"
+        model, short_of_memory(3, error), contrast(model), pair, micro_batch_size=size, batch_norm="exact"
     )
     assert_same_gradient(model, reference)
     assert (result.micro_batches, size.size) == (5, 2)

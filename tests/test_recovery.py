@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import wholebatch as wb
-from tests.oracle import assert_differs, assert_same_gradient, assert_same_parameters, gradients_of
+from tests.oracle import assert_differs, assert_same_gradient, assert_same_parameters, gradients_of, whole_batch
 from wholebatch.memory import SavedBytes, is_out_of_memory
 
 BLOCKS = 3
@@ -371,6 +371,47 @@ def test_every_other_error_passes_untouched(error: BaseException) -> None:
     assert all(torch.equal(p.grad, torch.ones_like(p)) for p in model.parameters() if p.grad is not None)
 
 
+def test_a_host_that_runs_out_of_memory_while_a_piece_is_made_is_no_error_either() -> None:
+    model, pieces = nn.Linear(3, 2).double(), []
+    rows = torch.randn(13, 3).double()
+
+    def collate(samples: list[Tensor]) -> Tensor:
+        if len(samples) > 4:
+            raise MemoryError  # as numpy does, and any collate function may
+        pieces.append(len(samples))
+        return torch.stack(samples)
+
+    result = wb.backward(model, lambda model, x: model(x).square(), list(rows), wb.Auto(8), collate=collate)
+    assert_same_gradient(model, whole_batch(model, lambda model, x: model(x).square().mean(), rows))
+    assert pieces == [4, 4, 3, 2] and result.micro_batches == 4
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["in the forward", "in the backward"])
+def test_pooled_running_statistics_forget_the_rows_of_a_failed_piece(late: bool) -> None:
+    torch.manual_seed(3)
+    model, x = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 2)).double(), torch.randn(16, 3).double() * 3 + 1
+    whole = nn.BatchNorm1d(3).double()
+    whole(x)
+
+    def short(model: nn.Module, rows: Tensor) -> Any:
+        said = model(rows)  # the layer has seen the rows by now
+        if len(rows) > 4 and late:
+            said.register_hook(out_of_memory)
+        elif len(rows) > 4:
+            out_of_memory(said)
+        return said.square()
+
+    result = wb.backward(model, short, x, wb.Auto(8), batch_norm="pooled")
+    assert result.micro_batches == 4
+    assert torch.allclose(model[0].running_mean, whole.running_mean, rtol=1e-12)
+    assert torch.allclose(model[0].running_var, whole.running_var, rtol=1e-12)
+    assert model[0].num_batches_tracked == 1
+
+
+def out_of_memory(gradient: Tensor) -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory.")
+
+
 def test_without_auto_running_out_of_memory_is_an_error_that_takes_its_share_back() -> None:
     model = build("plain", Memory(rows=4, place=1))
     with pytest.raises(torch.OutOfMemoryError):
@@ -386,7 +427,7 @@ def test_without_auto_running_out_of_memory_is_an_error_that_takes_its_share_bac
         (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
         (RuntimeError("[enforce fail at alloc_cpu.cpp:121] DefaultCPUAllocator: can't allocate memory"), True),
         (RuntimeError("the batch is out of memory range"), False),
-        (MemoryError(), False),
+        (MemoryError(), True),
     ],
     ids=["torch", "runtime", "cublas", "host", "other", "python"],
 )

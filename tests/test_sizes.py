@@ -283,3 +283,43 @@ def test_a_foreign_state_is_refused(state: dict[str, int]) -> None:
 def test_auto_starts_with_rows_or_tokens(start: Any) -> None:
     with pytest.raises(TypeError, match=r"Auto\(start\).*wb.Auto\(64\)"):
         Auto(start)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"length": 512}, r"Tokens\(length\) is 512, of type int.*length=len"),
+        ({"length": ("input_ids", 3)}, r"Tokens\(length\) is \('input_ids', 3\)"),
+        ({"length": ()}, r"Tokens\(length\) is \(\)"),
+        ({"mask": 3}, r"Tokens\(mask\) is 3, of type int.*mask="),
+        ({"cost": 67.0}, r"Tokens\(cost\) is 67.0, of type float.*overhead="),
+        ({"overhead": "67"}, r"Cost\(overhead='67', of type str\)"),
+        ({"overhead": True}, r"Cost\(overhead=True, of type bool\)"),
+    ],
+    ids=str,
+)
+def test_an_argument_of_another_type_is_refused_with_the_call_that_is_meant(
+    arguments: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(TypeError, match=words):
+        Tokens(100, **arguments)
+
+
+def test_a_budget_and_a_length_in_each_other_s_place_are_noticed() -> None:
+    with pytest.raises(TypeError, match=r"Tokens\(budget\) is <built-in function len>"):
+        Tokens(len, 8192)  # type: ignore[arg-type]
+
+
+def test_what_is_wrong_is_written_in_one_short_line() -> None:
+    with pytest.raises(TypeError) as said:
+        Auto(torch.zeros(100, 100))  # type: ignore[arg-type]
+    assert "tensor([[0., 0." in str(said.value) and "of type Tensor" in str(said.value)
+    assert len(str(said.value)) < 200 and "\n" not in str(said.value)
+
+
+@pytest.mark.parametrize("state", [None, {}, {"limit": "3", "stretch": 8, "quiet": 0}], ids=str)
+def test_what_is_no_state_of_auto_is_refused_whatever_it_is(state: Any) -> None:
+    auto = Auto(8)
+    with pytest.raises(ValueError, match="no state of Auto"):
+        auto.load_state_dict(state)
+    assert auto.size == 8

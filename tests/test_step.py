@@ -34,6 +34,12 @@ def build(**arguments: Any) -> tuple[nn.Module, wb.Step]:
         ({"max_grad_norm": float("nan")}, ValueError, "positive"),
         ({"on_nonfinite": "ignore"}, ValueError, '"raise" or "skip"'),
         ({"after_step": [lambda model: None]}, TypeError, "without arguments"),
+        ({"max_grad_norm": "1"}, TypeError, r"max_grad_norm is '1', of type str; pass a number"),
+        ({"max_grad_norm": True}, TypeError, r"of type bool; pass a number"),
+        ({"scaler": True}, TypeError, r"scaler is True, of type bool.*GradScaler"),
+        ({"after_step": [3]}, TypeError, r"after_step has 3, of type int, which cannot be called"),
+        ({"after_step": 3}, TypeError, r"after_step has 3, of type int, which cannot be called"),
+        ({"after_step": lambda model: None}, TypeError, "without arguments"),
         ({"colate": list}, TypeError, "Did you mean 'collate'"),
     ],
 )
@@ -42,6 +48,14 @@ def test_a_wrong_argument_is_refused_when_the_step_is_built(
 ) -> None:
     with pytest.raises(error, match=words):
         build(**arguments)
+
+
+def test_one_function_to_call_after_a_step_needs_no_list() -> None:
+    calls: list[int] = []
+    _, step = build(after_step=lambda: calls.append(1))
+    step(ROWS)
+    step(ROWS[:0])
+    assert calls == [1]
 
 
 def test_a_scheduler_that_waits_for_a_metric_is_refused() -> None:
@@ -84,6 +98,31 @@ def test_a_foreign_state_is_refused() -> None:
     _, scaled = build(scaler=torch.amp.GradScaler("cpu"))
     with pytest.raises(ValueError, match="saved with no scaler and this step has a scaler"):
         scaled.load_state_dict(step.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        ({"counters": None}, ValueError, "no state of a step"),
+        ({"counters": {"windows": 5, "steps": 5}}, ValueError, "no state of a step"),
+        ({"counters": {"windows": 5, "steps": 5, "rows": "many"}}, ValueError, "no state of a step"),
+        ({"size": {"limit": 3}}, ValueError, "no state of Auto"),
+        ({"scaler": ...}, ValueError, "no state of a step"),
+        (None, TypeError, "state is NoneType"),
+    ],
+    ids=str,
+)
+def test_a_state_with_parts_missing_is_refused_and_changes_nothing(
+    change: dict[str, Any] | None, error: type[Exception], words: str
+) -> None:
+    _, other = build(micro_batch_size=wb.Auto(8))
+    other(ROWS)
+    _, step = build(micro_batch_size=wb.Auto(8))
+    before = step.state_dict()
+    broken = None if change is None else {k: v for k, v in (other.state_dict() | change).items() if v is not ...}
+    with pytest.raises(error, match=words):
+        step.load_state_dict(broken)  # type: ignore[arg-type]
+    assert step.state_dict() == before
 
 
 def test_a_scaler_that_is_switched_off_is_none() -> None:

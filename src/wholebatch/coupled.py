@@ -23,16 +23,19 @@ from torch.utils import _pytree as pytree
 from typing_extensions import Unpack
 
 from wholebatch.batch import move
+from wholebatch.denominators import Provisional
 from wholebatch.errors import InexactError, LossError, OutOfMemoryError, SplitError, SyncError
 from wholebatch.gathering import Everyone, everyone
 from wholebatch.gradient import Pending, Result
 from wholebatch.loss import Answer, Mean, read
-from wholebatch.memory import is_out_of_memory, offloaded, release
+from wholebatch.memory import is_out_of_memory, offloaded, release, words_of
 from wholebatch.norms import pooled
 from wholebatch.options import Options, checked
-from wholebatch.precision import Gradients, device_of, leaves_of
+from wholebatch.precision import Gradients, leaves_of
 from wholebatch.ranks import ranks_of
+from wholebatch.reach import reach_of
 from wholebatch.refusals import refuse_foreign, refuse_inexact
+from wholebatch.shares import Shares
 from wholebatch.sizes import Auto, Size, Tokens
 from wholebatch.staged import window_for
 from wholebatch.state import State
@@ -65,6 +68,11 @@ class Coupled:
     loss_fn: Callable[..., Any]
     gather: bool = False
 
+    @property
+    def encoders(self) -> list[Encode]:
+        """The functions that encode, one or several."""
+        return list(self.encode) if isinstance(self.encode, Sequence) else [self.encode]
+
 
 def coupled_backward(
     model: nn.Module,
@@ -81,11 +89,11 @@ def coupled_backward(
 
     ``loss_fn(*encode(model, batch))`` over the whole batch, though only a micro-batch is encoded with its graph at a
     time. The loss may be anything; random draws of the encoder are repeated, and buffers are updated once. Gradients
-    are added to what ``.grad`` holds. Costs 2k - 1 forward passes for k micro-batches. With ``Auto``, all is done again
-    in smaller micro-batches when memory runs out.
+    are added to what ``.grad`` holds; if anything fails, it is as before the call. Costs 2k - 1 forward passes for k
+    micro-batches. With ``Auto``, all is done again in smaller micro-batches when memory runs out.
 
     Args:
-        model: plain or wrapped in ``DistributedDataParallel``.
+        model: plain, wrapped in ``DistributedDataParallel``, or sharded by ``fully_shard``.
         encode: ``encode(model, micro_batch)`` returns a tensor (rows, ...) or a nest of them. Several functions, one
             for each tower, run one after another, so that one tower's graph is in memory at a time.
         loss_fn: takes what ``encode`` returned for all rows, in the batch's order: a tuple's or list's members as
@@ -96,12 +104,14 @@ def coupled_backward(
         gather: whether the loss is taken over the rows of all ranks. Without it each rank takes its own, and the
             loss of the step is their mean.
         scaler: as in ``backward``.
-        **options: see :class:`wholebatch.options.Options`.
+        **options: see :class:`wholebatch.options.Options`; all but ``items`` and ``sync="every"``.
 
     Returns:
         The loss of the whole batch, its terms and metrics, detached.
 
     Raises:
+        TypeError, ValueError: for an option that has no meaning here.
+        SplitError: for a batch without rows.
         InexactError: if a micro-batch encoded a second time says something else, or BatchNorm layers would see one
             micro-batch at a time.
         LossError: if what ``encode`` or ``loss_fn`` returns cannot be used.
@@ -130,18 +140,20 @@ def accumulate_coupled(
     """Do all of ``coupled_backward`` but the last multiplication, which ``Step`` joins with its clip."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is {type(model).__name__}; pass the torch.nn.Module whose gradient is wanted.")
-    chosen, others, survey = checked(options), list(also), Survey(model)
+    chosen = checked_for_all_rows(options)
+    reaches = [reach_of(function) for function in (*loss.encoders, loss.loss_fn)]
+    survey = Survey(model, (module for reach in reaches for module in reach.modules))
+    learning = [*survey.parameters, *also, *(leaf for reach in reaches for leaf in reach.leaves)]
     ranks = ranks_of(survey)
 
     def run(size: int | Tokens | None) -> Pending:
-        wide = chosen.get("accumulate_in") or ranks.accumulate_in
-        gradients = Gradients([*model.parameters(), *others], ranks.views, wide)
+        gradients = Gradients(learning, ranks.views, chosen.get("accumulate_in") or ranks.accumulate_in)
         with ranks:
             pieces = pieces_of(batch, size, whole=chosen.get("whole", ()), collate=chosen.get("collate"))
             refuse_inexact(survey, pieces, chosen)
             order = None if isinstance(batch, Window) else _order(pieces)
-            with gradients, pooled(model, chosen.get("batch_norm") == "pooled"):
-                coupled = _Coupled(model, loss, pieces, ranks, gradients, chosen)
+            with gradients:
+                coupled = _Coupled(survey, loss, pieces, ranks, gradients, chosen)
                 return coupled.pending(everyone(ranks, loss.gather), scaler, order)
 
     if not isinstance(micro_batch_size, Auto):
@@ -151,7 +163,27 @@ def accumulate_coupled(
             f"micro_batch_size={micro_batch_size!r} begins anew when memory runs out, for which the other "
             f"{ranks.world - 1} ranks would have to wait. Give a number of rows or Tokens(...)."
         )
-    return _fitting(micro_batch_size, run, State(model))
+    return _fitting(micro_batch_size, run, State(survey))
+
+
+def checked_for_all_rows(options: Options) -> Options:
+    """Refuse, besides what nobody knows, the options that say how shares of a loss over pieces are taken.
+
+    Raises:
+        TypeError: for ``items``.
+        ValueError: for ``sync="every"``.
+    """
+    if options.get("items") is not None:
+        raise TypeError(
+            "items= states what each micro-batch counts, but a loss over all rows is taken once, and states its own "
+            "counts. Leave items= out, and return wb.mean(values, weights) or wb.from_mean(loss, items=n) from loss_fn."
+        )
+    if options.get("sync") == "every":
+        raise ValueError(
+            'sync="every" sends gradients with each micro-batch, but those of a loss over all rows travel once, when '
+            'all are there. Leave sync= out, or pass sync="last".'
+        )
+    return checked(options)
 
 
 def _fitting(auto: Auto, run: Callable[[int | Tokens], Pending], state: State) -> Pending:
@@ -162,10 +194,10 @@ def _fitting(auto: Auto, run: Callable[[int | Tokens], Pending], state: State) -
             pending = run(size)
             auto.rest()
             return pending
-        except RuntimeError as error:
+        except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
-            said = str(error).split("\n", 1)[0]
+            said = words_of(error)
         release()
         state.restore()
         if auto.shrink() == size:
@@ -183,6 +215,7 @@ class _Turn:
     piece: Piece
     state: State
     said: list[Tensor]
+    form: pytree.TreeSpec
     graph: bool
 
     def again(self) -> list[Tensor]:
@@ -190,8 +223,8 @@ class _Turn:
         if self.graph:
             return self.said
         self.state.restore()
-        repeated = self.encoder.encode(self.piece)
-        if any(not _close(a, b) for a, b in zip(repeated, self.said, strict=True)):
+        repeated, form = self.encoder.encode(self.piece)
+        if form != self.form or any(not _close(a, b) for a, b in zip(repeated, self.said, strict=True)):
             raise InexactError(
                 "A micro-batch that was encoded a second time says something else, so its gradient would be that of "
                 "other values. Draw random numbers from torch, random or numpy.random's global state, which are set "
@@ -204,27 +237,31 @@ class _Encoder:
     """One of the user's functions, over all pieces of the window."""
 
     def __init__(
-        self, model: nn.Module, function: Encode, pieces: Sequence[Piece], options: Options, ranks: Ranks
+        self, survey: Survey, function: Encode, pieces: Sequence[Piece], options: Options, ranks: Ranks
     ) -> None:
-        self.model, self.function, self.pieces, self.ranks = model, function, pieces, ranks
+        self.survey, self.model, self.device = survey, survey.model, survey.device
+        self.function, self.pieces, self.ranks = function, pieces, ranks
         self.offload = bool(options.get("offload"))
-        self.whole = window_for(model, function, pieces, options, ranks)
-        self.device = device_of(model)
-        self.form: pytree.TreeSpec | None = None
+        self.whole = window_for(self.model, function, pieces, options, ranks)
 
     def turns(self, keep_last: bool) -> list[_Turn]:
         """Encode every piece without graph, the last one perhaps with it."""
-        self.start = State(self.model)
+        self.start = State(self.survey)
         if self.whole is not None:
             self.whole.forward(self.pieces)
         turns: list[_Turn] = []
         changing = self.whole is None
         for piece in self.pieces:
             graph = keep_last and piece is self.pieces[-1]
-            state, versions = State(self.model, buffers=changing), _versions(self.model)
+            state, versions = State(self.survey, buffers=changing), _versions(self.survey)
             with torch.set_grad_enabled(graph and torch.is_grad_enabled()):
-                turns.append(_Turn(self, piece, state, self.encode(piece), graph))
-            changing = changing and versions != _versions(self.model)  # most models leave their buffers alone
+                turns.append(_Turn(self, piece, state, *self.encode(piece), graph))
+            changing = changing and versions != _versions(self.survey)  # most models leave their buffers alone
+            if turns[-1].form != turns[0].form:
+                raise LossError(
+                    f"encode returned {turns[-1].form} for one micro-batch and {turns[0].form} for another. Return "
+                    "one form."
+                )
         if self.whole is not None:
             self.whole.commit()
         return turns
@@ -240,18 +277,16 @@ class _Encoder:
             self.ranks.agree(Status.READY, Sums())
             self.whole.backward()
 
-    def encode(self, piece: Piece) -> list[Tensor]:
-        """Call the user's function and check what it says."""
+    def encode(self, piece: Piece) -> tuple[list[Tensor], pytree.TreeSpec]:
+        """Call the user's function, check what it says, and take it apart."""
         with self.ranks.local(), offloaded(self.model, self.offload):
             if self.whole is not None:
                 said = self.whole.loss(piece)
             else:
                 said = self.function(self.model, move(piece.load(), self.device))
         leaves, form = pytree.tree_flatten(said)
-        if self.form is None:
-            self.form = form
-        if form != self.form or not leaves:
-            raise LossError(f"encode returned {form} for one micro-batch and {self.form} for another. Return one form.")
+        if not leaves:
+            raise LossError(f"encode returned {said!r}, which holds no tensor. Return what the loss is taken of.")
         for leaf in leaves:
             if not isinstance(leaf, Tensor) or leaf.dim() == 0 or leaf.shape[0] != leaves[0].shape[0]:
                 shape = tuple(leaf.shape) if isinstance(leaf, Tensor) else type(leaf).__name__
@@ -259,7 +294,7 @@ class _Encoder:
                     f"encode returned {shape} beside {tuple(leaves[0].shape)}: each tensor has the rows on its "
                     "first dimension. Leave out what is not one value a row."
                 )
-        return leaves
+        return leaves, form
 
 
 class _Coupled:
@@ -267,74 +302,80 @@ class _Coupled:
 
     def __init__(
         self,
-        model: nn.Module,
+        survey: Survey,
         loss: Coupled,
         pieces: Sequence[Piece],
         ranks: Ranks,
         gradients: Gradients,
         options: Options,
     ) -> None:
-        self.model, self.loss_fn, self.pieces = model, loss.loss_fn, pieces
+        self.survey, self.loss_fn, self.pieces = survey, loss.loss_fn, pieces
         self.ranks, self.gradients = ranks, gradients
-        functions = loss.encode if isinstance(loss.encode, Sequence) else [loss.encode]
-        self.encoders = [_Encoder(model, function, pieces, options, ranks) for function in functions]
+        self.pools = options.get("batch_norm") == "pooled"
+        self.encoders = [_Encoder(survey, function, pieces, options, ranks) for function in loss.encoders]
+        gradients.include(ranks.leaves())
 
     def pending(self, everyone: Everyone, scaler: GradScaler | None, order: Sequence[int] | None) -> Pending:
         """Encode, take the loss of all rows, and encode again backward."""
-        turns = [turn for e in self.encoders for turn in e.turns(keep_last=e is self.encoders[-1])]
-        after = State(self.model)
         rows = sum(piece.rows for piece in self.pieces)
-        agreement = self.ranks.agree(Status.READY, Sums(), pieces=rows)
-        if 0 in (rows, *agreement.pieces):
-            raise SplitError(f"Ranks bring {list(agreement.pieces)} rows; a loss over all rows needs some on each.")
-        joined = [_join([turn.said for turn in turns if turn.encoder is e], order) for e in self.encoders]
+        with pooled(self.survey.model, self.pools):  # the second pass would count its rows again
+            towers = [e.turns(keep_last=e is self.encoders[-1]) for e in self.encoders]
+        after = State(self.survey)
+        _refuse_no_rows(self.ranks.agree(Status.READY, Sums(), pieces=rows).pieces)
+        joined = [_join([turn.said for turn in turns], order) for turns in towers]
         leaves = [[leaf.detach().requires_grad_(leaf.is_floating_point()) for leaf in each] for each in joined]
-        tally, answer = self._loss([[everyone.gather(leaf) for leaf in each] for each in leaves])
+        seen = [[everyone.gather(leaf) for leaf in each] for each in leaves]
+        tally, answer = self._loss([(turns[0].form, each) for turns, each in zip(towers, seen, strict=True)])
         sums = self.ranks.agree(Status.READY, tally.sums()).sums
-        self._propagate(answer, sums, scaler)
-        moved = State(self.model, buffers=False)
+        learns = self._propagate(answer, sums, scaler)
+        moved = State(self.survey, buffers=False)
         # The last encoder first: its last piece has a graph, which may hold buffers that are set back for the others.
-        for encoder, each in reversed(list(zip(self.encoders, leaves, strict=True))):
+        for encoder, turns, each in reversed(list(zip(self.encoders, towers, leaves, strict=True))):
             told = [None if leaf.grad is None else everyone.share(leaf.grad) for leaf in each]
             encoder.rewind()
-            self._encode_again([turn for turn in turns if turn.encoder is encoder], told, order)
+            self._encode_again(turns, told, order)
             encoder.retreat()
         after.restore_buffers()
         moved.restore_random()
+        if learns and self.ranks.world == 1 and not self.gradients.held():
+            raise LossError(
+                "No gradient has arrived at any parameter: what encode returned does not depend on one that requires "
+                "a gradient. Compute it from the model's output, without detach() or torch.no_grad(), and look whether "
+                "the model is frozen (requires_grad)."
+            )
         self.ranks.agree(Status.READY, Sums())
         self.ranks.settle()
         self.ranks.reduce(self.gradients)
-        result = Result(**sums.report(device_of(self.model)), micro_batches=len(self.pieces), rows=rows)
-        return Pending(result, self.gradients, 1.0, 1.0, tally.losses)
+        result = Result(**sums.report(self.survey.device), micro_batches=len(self.pieces), rows=rows)
+        return Pending(result, self.gradients, 1.0, sums.items, tally.losses)
 
-    def _loss(self, encoded: Sequence[Sequence[Tensor]]) -> tuple[Tally, Answer]:
+    def _loss(self, encoded: Sequence[tuple[pytree.TreeSpec, Sequence[Tensor]]]) -> tuple[Tally, Answer | None]:
         arguments: list[Any] = []
-        for encoder, leaves in zip(self.encoders, encoded, strict=True):
-            assert encoder.form is not None  # every encoder has run
-            said = pytree.tree_unflatten(list(leaves), encoder.form)
+        for form, leaves in encoded:
+            said = pytree.tree_unflatten(list(leaves), form)
             arguments += said if type(said) in (tuple, list) else [said]
         with self.ranks.local():
             returned = self.loss_fn(*arguments)
         if isinstance(returned, Tensor) and returned.dim() == 0:
             returned = Mean(returned, 1.0)
         tally = Tally()
-        answer = tally.add(read(returned, rows=1))
-        return tally, answer or Answer({}, {}, named=False)
+        return tally, tally.add(read(returned, rows=1))
 
-    def _propagate(self, answer: Answer, sums: Sums, scaler: GradScaler | None) -> None:
-        """Take the gradient of the loss: for the encoded rows, and for what the loss itself is made of."""
-        outputs, seeds = [], []
-        for key, term in answer.terms.items():
-            output = term.total * term.weight
-            share = self.ranks.divides / sums.denominator(key, term.kind)
-            one = torch.ones_like(output) if scaler is None else scaler.scale(torch.ones_like(output))
-            outputs.append(output)
-            seeds.append(one * share)
-        found = self.gradients.include(leaf for leaf in leaves_of(outputs) if isinstance(leaf, nn.Parameter))
-        if self.ranks.world > 1:
-            refuse_foreign(found)
+    def _propagate(self, answer: Answer | None, sums: Sums, scaler: GradScaler | None) -> bool:
+        """Take the gradient of the loss, for the encoded rows and for what it is made of itself; tell if it has any."""
+        if answer is None:
+            return False
+        alone = self.ranks.world == 1
+        denominators = Provisional(self.ranks.world, exact_last=True, loose=False)
+        denominators.settle(sums)
+        shares = Shares(scaler, self.ranks.divides, drops_empty=alone)
+        outputs, seeds = shares.of(answer, denominators)
+        if alone:
+            shares.check()
+        self._explore(outputs)
         if outputs:
             torch.autograd.backward(outputs, seeds)
+        return bool(outputs)
 
     def _encode_again(
         self, turns: Sequence[_Turn], gradient: Sequence[Tensor | None], order: Sequence[int] | None
@@ -345,13 +386,38 @@ class _Coupled:
             gradient = [None if g is None else g[place.to(g.device)] for g in gradient]
         sizes = [turn.said[0].shape[0] for turn in turns]
         parts = [[None] * len(turns) if g is None else torch.split(g, sizes) for g in gradient]
+        unexplored = True
         for turn, told in sorted(zip(turns, zip(*parts, strict=True), strict=True), key=lambda pair: not pair[0].graph):
             pairs = [(s, g) for s, g in zip(turn.again(), told, strict=True) if g is not None and s.requires_grad]
             if pairs:
                 outputs, seeds = zip(*pairs, strict=True)
+                if unexplored:
+                    self._explore(outputs)
+                    unexplored = False
                 with self.ranks.local():
                     torch.autograd.backward(outputs, seeds)
             turn.said, turn.graph = [], False
+
+    def _explore(self, outputs: Sequence[Tensor]) -> None:
+        """Find leaves outside of the model that a backward from here adds to, so that they are kept apart too."""
+        # A sharded model has other parameters by now: those that its forward has gathered.
+        own = {id(parameter) for parameter in (*self.survey.parameters, *self.survey.model.parameters())}
+        foreign = [leaf for leaf in leaves_of(outputs) if id(leaf) not in own]
+        if self.ranks.world > 1:
+            refuse_foreign(foreign)
+        self.gradients.include(leaf for leaf in foreign if isinstance(leaf, nn.Parameter))
+
+
+def _refuse_no_rows(rows: Sequence[int]) -> None:
+    """Raise if some rank has none: there is no loss over no rows, and a rank cannot know what the others' is like."""
+    if 0 not in rows:
+        return
+    if len(rows) == 1:
+        raise SplitError("The batch has no rows, and a loss over all rows needs some. Leave this step out.")
+    raise SplitError(
+        f"The ranks bring {list(rows)} rows, and a loss over all rows needs some on each. Deal them out evenly "
+        "(wb.DealtBatches), or leave this step out on all ranks."
+    )
 
 
 def _order(pieces: Sequence[Piece]) -> list[int] | None:
@@ -382,6 +448,7 @@ def _close(a: Tensor, b: Tensor) -> bool:
     return bool(apart <= tolerance * torch.linalg.vector_norm(b.detach().float())) or not bool(torch.isfinite(apart))
 
 
-def _versions(model: nn.Module) -> int:
-    """A number that changes whenever a buffer is written into."""
-    return sum(buffer._version for buffer in model.buffers())
+def _versions(survey: Survey) -> list[tuple[int, int]]:
+    """Numbers that change whenever a buffer is written into, or another put in its place."""
+    buffers = (owned.module._buffers.get(owned.name) for owned in survey.buffers)
+    return [(id(buffer), buffer._version) for buffer in buffers if buffer is not None]

@@ -61,7 +61,4 @@ def everyone(ranks: Ranks, gather: bool) -> Everyone:
     Raises:
         SyncError: if the rows of all ranks are wanted and these lie on a mesh.
     """
-    if not gather or ranks.world == 1:
-        return Everyone()
-    assert isinstance(ranks, Peers)  # who else has a world
-    return EveryRank(ranks)
+    return EveryRank(ranks) if gather and isinstance(ranks, Peers) and ranks.world > 1 else Everyone()

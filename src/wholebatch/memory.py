@@ -25,7 +25,9 @@ PHRASES = (
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Tell whether an error means that memory ran out: torch's own class, or a runtime error that says so.
+    """Tell whether an error means that memory ran out: torch's own class, Python's, or a runtime error that says so.
+
+    Python's is that of the host, where NumPy, or a ``collate=`` function, asked for more than there was.
 
     Example:
         >>> is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory."))
@@ -35,9 +37,19 @@ def is_out_of_memory(error: BaseException) -> bool:
     """
     if isinstance(error, OutOfMemoryError):
         return False  # ours is final: one row alone did not fit
-    if isinstance(error, torch.OutOfMemoryError):
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     return isinstance(error, RuntimeError) and any(phrase in str(error) for phrase in PHRASES)
+
+
+def words_of(error: BaseException) -> str:
+    """Return the first line of what an error says; its class, where it says nothing.
+
+    Example:
+        >>> words_of(MemoryError())
+        'MemoryError.'
+    """
+    return str(error).split("\n", 1)[0] or f"{type(error).__name__}."
 
 
 def release() -> None:

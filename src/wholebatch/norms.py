@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any
 
@@ -90,6 +90,14 @@ class Pooled(TorchFunctionMode):
             held.pooled = merged([held.pooled, moments])
         return result
 
+    def mark(self) -> dict[int, Any]:
+        """Return what has been pooled, to rewind to."""
+        return {key: replace(held) for key, held in self._running.items()}
+
+    def rewind(self, mark: dict[int, Any]) -> None:
+        """Forget the rows that have come since a mark."""
+        self._running = mark
+
     @torch.no_grad()
     def _update(self) -> None:
         for held in self._running.values():
@@ -105,6 +113,12 @@ class Pooled(TorchFunctionMode):
 def pooled(model: nn.Module, wanted: bool) -> AbstractContextManager[Any]:
     """Pool running statistics over a block, or leave everything as it is."""
     return Pooled(model) if wanted else nullcontext()
+
+
+def pooling() -> Pooled | None:
+    """Return the pooling now in force, if there is one: its rows are taken back with a micro-batch that failed."""
+    ask: Callable[[], list[Any]] = torch.overrides._get_current_function_mode_stack  # torch 2.6 to 2.14
+    return next((mode for mode in reversed(ask()) if isinstance(mode, Pooled)), None)
 
 
 def recalibrate(

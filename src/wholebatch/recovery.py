@@ -13,7 +13,8 @@ import torch
 
 from wholebatch.batch import Nest
 from wholebatch.errors import OutOfMemoryError
-from wholebatch.memory import is_out_of_memory, peak_bytes, release
+from wholebatch.memory import is_out_of_memory, peak_bytes, release, words_of
+from wholebatch.norms import pooling
 from wholebatch.precision import Gradients
 from wholebatch.sizes import Auto, Tokens
 from wholebatch.state import State
@@ -64,6 +65,8 @@ class Recovery:
 
     def _attempt(self, piece: Piece, tally: Tally, work: Callable[[Piece], None]) -> int:
         state, mark = State(self._survey), tally.mark()
+        pool = pooling()
+        pooled = None if pool is None else pool.mark()
         self._gradients.fired.clear()
         said = self._try(piece, work)
         if said is None:
@@ -71,6 +74,8 @@ class Recovery:
         release()
         state.restore()
         tally.rewind(mark)
+        if pool is not None and pooled is not None:
+            pool.rewind(pooled)
         self._failed = True
         self._auto.shrink(piece.held)
         halves = piece.halves()
@@ -87,10 +92,10 @@ class Recovery:
         """Do the work; return what was said if memory ran out, with no frame of it left alive."""
         try:
             work(piece)
-        except RuntimeError as error:
+        except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
-            return str(error).split("\n", 1)[0]
+            return words_of(error)
         return None
 
     @property

@@ -8,6 +8,7 @@ import operator
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
+from numbers import Real
 from typing import Any, TypeAlias
 
 import torch
@@ -43,6 +44,8 @@ class Cost:
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
+            if not is_number(value):
+                raise TypeError(f"Cost({name}={_short(value)}): a time is a number, such as Cost(overhead=67.0).")
             if not 0 <= value < math.inf:
                 raise ValueError(f"Cost({name}={value}): a piece takes a finite time, and never less than none.")
 
@@ -168,7 +171,7 @@ class Tokens:
         cost: a measured model (`Cost.fit`) in the place of ``overhead``.
 
     Raises:
-        TypeError: for a budget that is no whole number.
+        TypeError: for a budget that is no whole number, and for anything of another type than said.
         ValueError: for a budget below 1.
 
     Example:
@@ -191,6 +194,22 @@ class Tokens:
     def __post_init__(self) -> None:
         object.__setattr__(self, "budget", whole_number(self.budget, "Tokens(budget)", "wb.Tokens(8192)"))
         Cost(overhead=self.overhead)  # refuses what is no overhead
+        named = [self.length] if isinstance(self.length, str) else self.length
+        if named is not None and not callable(named) and not _are_names(named):
+            raise TypeError(
+                f"Tokens(length) is {_short(self.length)}, but must be a function of a sample, or name keys: "
+                f'wb.Tokens({self.budget}, length=len), or length="input_ids".'
+            )
+        if not isinstance(self.mask, str):
+            raise TypeError(
+                f"Tokens(mask) is {_short(self.mask)}, but must be the key of the mask or the lengths in the batch: "
+                f'wb.Tokens({self.budget}, mask="attention_mask").'
+            )
+        if not isinstance(self.cost, (Cost, type(None))):
+            raise TypeError(
+                f"Tokens(cost) is {_short(self.cost)}, but must be a Cost, as Cost.fit returns; a bare number of "
+                "tokens a piece is overhead=."
+            )
 
     @property
     def names(self) -> tuple[str, ...] | None:
@@ -299,9 +318,9 @@ class Auto:
         Raises:
             ValueError: if a number is missing or out of range.
         """
-        numbers = {name: state.get(name, -1) for name in self.state_dict()}
+        numbers = {name: whole_entry(state, name) for name in self.state_dict()}
         if numbers["limit"] < 1 or numbers["stretch"] < 1 or numbers["quiet"] < 0:
-            raise ValueError(f"{dict(state)} is no state of Auto. Load what its state_dict() returned.")
+            raise ValueError(f"{_short(state)} is no state of Auto. Load what its state_dict() returned.")
         self._limit = min(self._most, numbers["limit"])
         self._stretch, self._quiet = numbers["stretch"], numbers["quiet"]
 
@@ -314,7 +333,7 @@ def whole_number(value: Any, name: str, example: str) -> int:
         ValueError: for less than 1.
     """
     if not _is_whole(value):
-        raise TypeError(f"{name} is {value!r}, a {type(value).__name__}, but must be a whole number: {example}.")
+        raise TypeError(f"{name} is {_short(value)}, but must be a whole number: {example}.")
     number = operator.index(value)
     if number < 1:
         raise ValueError(f"{name} is {number}, but must be at least 1: {example}.")
@@ -327,6 +346,27 @@ def _is_whole(value: Any) -> bool:
     except TypeError:
         return False
     return not isinstance(value, bool)
+
+
+def is_number(value: Any) -> bool:
+    """Tell whether a value is a real number; True and False are none."""
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def whole_entry(state: Any, name: str) -> int:
+    """Return the whole number under a name in a loaded state; -1 if there is none, or no state."""
+    found = state.get(name) if isinstance(state, Mapping) else None
+    return found if isinstance(found, int) else -1
+
+
+def _short(value: Any) -> str:
+    """Write a value of any size down in one line, with its type."""
+    written = " ".join(repr(value).split())
+    return f"{written if len(written) <= 60 else written[:57] + '...'}, of type {type(value).__name__}"
+
+
+def _are_names(value: Any) -> bool:
+    return isinstance(value, Sequence) and bool(value) and all(isinstance(name, str) for name in value)
 
 
 def _is_line(leaf: Leaf) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from typing_extensions import Unpack
 
-from wholebatch.coupled import Coupled, accumulate_coupled
+from wholebatch.coupled import Coupled, accumulate_coupled, checked_for_all_rows
 from wholebatch.errors import LossError, NonFiniteError
 from wholebatch.gradient import LossFunction, Pending, Result, accumulate
 from wholebatch.loss import Count
 from wholebatch.options import Options, checked
 from wholebatch.precision import precise, total_norm
-from wholebatch.sizes import Auto, Size
+from wholebatch.sizes import Auto, Size, is_number, whole_entry
 
 VERSION = 1
 """Of the state dict's layout."""
@@ -58,12 +58,13 @@ class Step:
         max_grad_norm: clip the gradient of the whole batch to this 2-norm.
         scheduler: one or several, stepped once a real step.
         scaler: a ``GradScaler``; an infinite gradient then skips the step and lowers the scale.
-        after_step: callables without arguments, such as an EMA's update, called after each real step.
+        after_step: callables without arguments, such as an EMA's update, called after each real step; or one.
         on_nonfinite: without a scaler, "raise" on a loss or norm that is not finite, or "skip" the step.
         **options: see :class:`wholebatch.options.Options`.
 
     Raises:
-        TypeError: for an optimizer that needs a closure, or a scheduler that needs a metric.
+        TypeError: for an optimizer that needs a closure, a scheduler that needs a metric, or something else in the
+            place of an argument.
         ValueError: for a ``max_grad_norm`` that is not positive.
 
     Example:
@@ -85,7 +86,7 @@ class Step:
         max_grad_norm: float | None = None,
         scheduler: Any = None,
         scaler: GradScaler | None = None,
-        after_step: Sequence[Callable[[], object]] = (),
+        after_step: Sequence[Callable[[], object]] | Callable[[], object] = (),
         on_nonfinite: Literal["raise", "skip"] = "raise",
         **options: Unpack[Options],
     ) -> None:
@@ -93,10 +94,10 @@ class Step:
         self.model, self.optimizer, self.loss_fn = model, optimizer, loss_fn
         self.micro_batch_size, self.max_grad_norm = micro_batch_size, max_grad_norm
         self.schedulers = _schedulers(scheduler)
-        self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
+        self.scaler = _enabled(scaler)
         self.after_step = _without_arguments(after_step)
         self.on_nonfinite = on_nonfinite
-        self.options = checked(options)
+        self.options = checked_for_all_rows(options) if isinstance(loss_fn, Coupled) else checked(options)
         self.windows = self.steps = self.rows = 0
 
     def __call__(self, batch: Any) -> StepResult:
@@ -147,21 +148,20 @@ class Step:
         """Go on from a state that :meth:`state_dict` returned.
 
         Raises:
-            ValueError: if it was written by a newer version, or has a scaler where this step has none.
+            ValueError: if it was written by a newer version, is no such state, or has a scaler where this step has
+                none; nothing has changed then.
         """
-        if state.get("version") != VERSION:
-            raise ValueError(f"This state has layout {state.get('version')!r}; this version reads {VERSION}.")
+        counters = _counters(state)
         if (state["scaler"] is None) != (self.scaler is None):
             here, there = ("no", "a") if self.scaler is None else ("a", "no")
             raise ValueError(
                 f"The state was saved with {there} scaler and this step has {here} scaler; build it alike."
             )
-        counters = state["counters"]
-        self.windows, self.steps, self.rows = counters["windows"], counters["steps"], counters["rows"]
-        if self.scaler is not None:
-            self.scaler.load_state_dict(state["scaler"])
         if state["size"] is not None and isinstance(self.micro_batch_size, Auto):
             self.micro_batch_size.load_state_dict(state["size"])
+        if self.scaler is not None:
+            self.scaler.load_state_dict(state["scaler"])
+        self.windows, self.steps, self.rows = counters
 
     def _accumulate(self, batch: Any, mine: Sequence[Tensor]) -> Pending:
         size, loss = self.micro_batch_size, self.loss_fn
@@ -218,6 +218,31 @@ class Step:
             call()
 
 
+def _counters(state: Any) -> list[int]:
+    """Read windows, steps and rows out of a state that has all its parts."""
+    if not isinstance(state, Mapping):
+        raise TypeError(f"state is {type(state).__name__}; pass what state_dict() of a wb.Step returned.")
+    if state.get("version") != VERSION:
+        raise ValueError(f"This state has layout {state.get('version')!r}; this version reads {VERSION}.")
+    counters = [whole_entry(state.get("counters"), name) for name in ("windows", "steps", "rows")]
+    if min(counters) < 0 or not {"scaler", "size"} <= state.keys():
+        raise ValueError(
+            f"This state has {sorted(map(str, state))} with the counters {state.get('counters')!r}, which is no state "
+            "of a step. Load what step.state_dict() returned, whole."
+        )
+    return counters
+
+
+def _enabled(scaler: Any) -> GradScaler | None:
+    """Return a scaler that scales, None for one that is switched off."""
+    if scaler is not None and not isinstance(scaler, GradScaler):
+        raise TypeError(
+            f"scaler is {scaler!r:.80}, of type {type(scaler).__name__}; pass a scaler, which keeps its scale between "
+            "steps: scaler=torch.amp.GradScaler(device)."
+        )
+    return scaler if scaler is not None and scaler.is_enabled() else None
+
+
 def _refuse_arguments(optimizer: object, max_grad_norm: float | None, on_nonfinite: str) -> None:
     if isinstance(optimizer, torch.optim.LBFGS):
         raise TypeError(
@@ -226,6 +251,11 @@ def _refuse_arguments(optimizer: object, max_grad_norm: float | None, on_nonfini
         )
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"optimizer is {type(optimizer).__name__}; pass a torch.optim.Optimizer.")
+    if max_grad_norm is not None and not is_number(max_grad_norm):
+        raise TypeError(
+            f"max_grad_norm is {max_grad_norm!r:.80}, of type {type(max_grad_norm).__name__}; pass a number: "
+            "max_grad_norm=1.0."
+        )
     if max_grad_norm is not None and not max_grad_norm > 0:
         raise ValueError(f"max_grad_norm={max_grad_norm} would erase the gradient. Pass a positive norm, or None.")
     if on_nonfinite not in ("raise", "skip"):
@@ -244,8 +274,14 @@ def _schedulers(scheduler: Any) -> list[Any]:
     return schedulers
 
 
-def _without_arguments(calls: Sequence[Callable[[], object]]) -> list[Callable[[], object]]:
+def _without_arguments(given: Any) -> list[Callable[[], object]]:
+    calls: list[Any] = [given] if callable(given) else list(given) if isinstance(given, Sequence) else [given]
     for call in calls:
+        if not callable(call):
+            raise TypeError(
+                f"after_step has {call!r:.80}, of type {type(call).__name__}, which cannot be called. Pass functions "
+                "without arguments: after_step=[lambda: ema.update(model)]."
+            )
         try:
             inspect.signature(call).bind()
         except TypeError as error:
