@@ -221,7 +221,7 @@ class _Run:
             self.travel = self._without_reducer(auto)
         self.single = len(pieces) < 2 and auto is None and self.travel is Travel.LAST
         self.explored = self.single and not distributed
-        self.settled_buffers = self.explored or options.get("batch_norm") is not None
+        self.looks = 0 if self.explored or options.get("batch_norm") is not None else 2
         gradients.include(ranks.leaves())
 
     def pending(self) -> Pending:
@@ -255,6 +255,8 @@ class _Run:
         tally = Tally()
         with pooled(self.model, self.options.get("batch_norm") == "pooled"):
             waiting, micro_batches = self._run_pieces(tally, denominators)
+        if self.looks > 0:
+            self._refuse_moved_buffers(micro_batches)
         if self.whole is not None:
             self.ranks.agree(Status.READY, Sums())
             self.whole.backward()
@@ -340,8 +342,8 @@ class _Run:
         self.ranks.attend()
         if answer is not None and not self.explored:
             self._explore(answer)
-        if not self.settled_buffers:
-            self._refuse_moved_buffers()
+        if self.looks > 1:
+            self._refuse_moved_buffers(len(self.pieces))
         return answer
 
     def _explore(self, answer: Answer) -> None:
@@ -424,11 +426,11 @@ class _Run:
                 "it calls backward() itself. Return the loss instead, unreduced; going backward is done for you."
             )
 
-    def _refuse_moved_buffers(self) -> None:
-        """Look once, after the first forward, whether the model keeps running values of its own."""
-        self.settled_buffers = True
-        if self.start is not None and len(self.pieces) > 1:
-            refuse_moved(self.start, len(self.pieces))
+    def _refuse_moved_buffers(self, pieces: int) -> None:
+        """Look, after the first forward and after the last, whether the model keeps running values of its own."""
+        self.looks -= 1
+        if self.start is not None and pieces > 1:
+            refuse_moved(self.start, pieces)
 
 
 def _is_one(factor: Count) -> bool:

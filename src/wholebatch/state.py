@@ -47,7 +47,7 @@ class State:
                 setattr(held.module, held.name, held.buffer)
 
     def moved(self) -> list[str]:
-        """Name the buffers of real numbers that a forward has changed since; on a device, those changed in place."""
+        """Name the counters and buffers of real numbers that changed since; on a device, those changed in place."""
         return [self._survey.path(held.module, held.name) for held in self._buffers if held.moved()]
 
     def restore_random(self) -> None:
@@ -71,8 +71,8 @@ class _Held(NamedTuple):
 
     def moved(self) -> bool:
         now = getattr(self.module, self.name)
-        if now is None or not now.is_floating_point() or now.shape != self.saved.shape:
-            return False  # a counter, or a cache that grew
+        if now is None or now.shape != self.saved.shape or not (now.is_floating_point() or now.numel() == 1):
+            return False  # a table, or a cache that grew
         if now.device.type != "cpu":
             return now is not self.buffer or now._version != self.version
         return not bool(((now == self.saved) | (now.isnan() & self.saved.isnan())).all())

@@ -82,6 +82,40 @@ def test_a_plain_loop_moves_such_buffers_with_every_micro_batch() -> None:
     assert_differs(model, reference)
 
 
+class Schedule(nn.Module):
+    """A layer that anneals with the calls that it counts; a late one only begins to after its first call."""
+
+    def __init__(self, late: bool) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 2)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+        self.waits = late
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.waits:
+            self.waits = False
+        else:
+            self.calls += 1
+        out: torch.Tensor = self.linear(x)
+        return out / (1 + self.calls)
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["from the first call on", "from the second call on"])
+def test_a_counter_that_the_model_reads_is_exact_or_refused(late: bool) -> None:
+    torch.manual_seed(805)
+    exact_or_refused(Schedule(late).double(), torch.randn(8, 3).double(), size=2)
+
+
+def test_a_plain_loop_counts_every_micro_batch() -> None:
+    """The twin."""
+    torch.manual_seed(805)
+    model, rows = Schedule(late=False).double(), torch.randn(8, 3).double()
+    reference = whole_batch(model, mean_square, rows)
+    for piece in rows.split(2):
+        (squares(model, piece).sum() / 16).backward()
+    assert_differs(model, reference)
+
+
 # Parameters outside of the model
 
 
