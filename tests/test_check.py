@@ -173,3 +173,109 @@ def test_the_text_says_error_tolerance_and_verdict() -> None:
     text = str(wb.check(nn.Linear(5, 3), cross_entropy, labelled(), 4))
     assert text.startswith("gradient error ")
     assert text.endswith("exact")
+
+
+def clip(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient.clamp(-1e-3, 1e-3)
+
+
+@pytest.mark.parametrize(
+    ("hook", "exact"),
+    [
+        (lambda gradient: gradient * 0.5, True),
+        (lambda gradient: gradient * (torch.arange(gradient.numel()).view_as(gradient) % 2), True),
+        (lambda gradient: None, True),
+        (clip, False),
+        (lambda gradient: gradient / gradient.norm(), False),
+        (lambda gradient: gradient + 0.1, False),
+        (lambda gradient: gradient.relu(), False),
+    ],
+    ids=["halves", "masks", "looks", "clips", "normalises", "adds", "cuts"],
+)
+@pytest.mark.parametrize("drop", [0.0, 0.5])
+def test_hooks_on_parameters_see_pieces_and_are_named_where_that_matters(hook: Any, exact: bool, drop: float) -> None:
+    model = nn.Sequential(nn.Linear(5, 8), nn.Dropout(drop), nn.Linear(8, 3)).double()
+    model[2].weight.register_hook(hook)
+    inputs, targets = labelled()
+    report = wb.check(model, cross_entropy, (inputs.double(), targets), 4)
+    assert report.ok is exact, str(report)
+    if not exact:
+        assert [finding.rule for finding in report.findings] == ["hooks-see-pieces"]
+        assert "'2.weight'" in report.findings[0].what
+        assert wb.check(model, cross_entropy, (inputs.double(), targets), None).ok
+
+
+def test_the_error_that_a_hook_makes_is_that_of_the_real_gradient() -> None:
+    model = nn.Linear(5, 3).double()
+    inputs, targets = labelled()
+    batch = inputs.double(), targets
+    clean = torch.autograd.grad(cross_entropy(model, batch).mean(), model.weight)[0]
+    for parameter in model.parameters():
+        parameter.register_hook(clip)
+    report = wb.check(model, cross_entropy, batch, 4)
+    wb.backward(model, cross_entropy, batch, 4)
+    ours = torch.cat([parameter.grad.flatten() for parameter in model.parameters() if parameter.grad is not None])
+    model.zero_grad()
+    cross_entropy(model, batch).mean().backward()
+    truth = torch.cat([parameter.grad.flatten() for parameter in model.parameters() if parameter.grad is not None])
+    assert report.error == pytest.approx(float((ours - truth).norm() / truth.norm()), rel=1e-9)
+    assert float(clean.abs().max()) > 1e-3  # the hook had something to do
+
+
+def test_a_hook_that_steps_after_each_accumulation_is_refused_as_by_backward() -> None:
+    model = nn.Linear(5, 3)
+    model.weight.register_post_accumulate_grad_hook(lambda parameter: None)
+    with pytest.raises(wb.InexactError, match="runs after each accumulation"):
+        wb.check(model, cross_entropy, labelled(), 4)
+    assert wb.check(model, cross_entropy, labelled()).ok
+
+
+@pytest.mark.parametrize(
+    "loss_fn",
+    [
+        lambda model, batch: None,
+        lambda model, batch: wb.mean(cross_entropy(model, batch), torch.zeros(len(batch[1]))),
+        lambda model, batch: 0.0 * wb.mean(cross_entropy(model, batch)),
+    ],
+    ids=["None", "no items", "no weight"],
+)
+@pytest.mark.parametrize("size", [4, None])
+def test_a_gradient_of_zeros_certifies_nothing(loss_fn: Any, size: int | None) -> None:
+    report = wb.check(nn.Linear(5, 3), loss_fn, labelled(), size)
+    assert not report.ok
+    assert [finding.rule for finding in report.findings] == ["nothing-to-compare"]
+
+
+def test_some_micro_batches_without_a_loss_are_no_finding() -> None:
+    def now_and_then(model: nn.Module, batch: Any) -> Any:
+        kept = batch[1] > 0
+        return wb.mean(cross_entropy(model, batch), kept) if bool(kept.any()) else None
+
+    inputs, targets = labelled()
+    targets[:4] = 0
+    assert wb.check(nn.Linear(5, 3), now_and_then, (inputs, targets), 4).ok
+
+
+@pytest.mark.parametrize("way", ["samples", "window", "padded window", "whole"])
+def test_where_rows_meet_is_found_in_every_kind_of_batch(way: str) -> None:
+    class Centred(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x - x.mean(0, keepdim=True)
+
+    model = nn.Sequential(nn.Linear(5, 8), Centred(), nn.Linear(8, 3))
+    rows = torch.randn(BATCH, 5)
+    batch, size, options = {
+        "samples": (list(rows), 6, {"collate": torch.stack}),
+        "window": (wb.Window(rows.split(6)), None, {}),
+        "padded window": (wb.Window([rows[:9, None], rows[9:, None].expand(-1, 2, -1)]), None, {}),
+        "whole": ({"x": rows, "w": torch.ones(BATCH, 2)}, 6, {"whole": ("w",)}),
+    }[way]
+
+    def squares(model: nn.Module, batch: Any) -> Any:
+        out = model(batch["x"] if isinstance(batch, dict) else batch)
+        return wb.mean(out.square() if not isinstance(batch, dict) else out.square() * batch["w"].mean())
+
+    report = wb.check(model, squares, batch, size, **options)  # type: ignore[arg-type]
+    assert report.reference_pieces == (2 if way == "padded window" else 1)
+    assert report.findings[0].rule == "rows-meet"
+    assert "'1'" in report.findings[0].what

@@ -22,10 +22,10 @@ LAYERS = (
     ("padding", "sizes", "window", "dealing"),
     # gradients
     ("options", "refusals", "sync", "gathering", "replicated", "sharded", "ranks", "recovery", "staged"),
-    ("gradient", "coupled", "detector", "pipeline"),
+    ("gradient", "encoding", "coupled", "detector", "pipeline"),
     # the update, the truth and the advice
     ("step", "policies", "arrangement", "planner"),
-    ("site", "finding", "comparison", "reference", "checking"),
+    ("site", "finding", "comparison", "reference", "causes", "checking"),
     # doors
     ("doctor", "integrations", "train"),
     ("cli",),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import math
 from collections.abc import Sequence
@@ -13,10 +12,21 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from wholebatch.batch import Nest, move
+from wholebatch.causes import (
+    bent_by_hooks,
+    counts_differ,
+    coupled,
+    hooked,
+    meeting,
+    miscounted,
+    nothing,
+    unexplained,
+    unstable,
+    where_rows_meet,
+)
 from wholebatch.comparison import Comparison, compare, errors_of, joined
-from wholebatch.detector import find_coupling
-from wholebatch.errors import InexactError, LossError, SplitError, SyncError
-from wholebatch.finding import Change, Finding
+from wholebatch.errors import InexactError, SyncError
+from wholebatch.finding import Finding
 from wholebatch.gradient import LossFunction, backward
 from wholebatch.options import Options
 from wholebatch.reference import (
@@ -27,11 +37,15 @@ from wholebatch.reference import (
     plain_gradient,
     rows_or_one,
     set_aside,
+    twin_of,
     unwrapped,
     whole_gradient,
+    whole_pieces,
 )
-from wholebatch.sizes import Size
+from wholebatch.refusals import refuse_inexact
+from wholebatch.sizes import Auto, Size
 from wholebatch.state import State
+from wholebatch.survey import Survey
 from wholebatch.window import pieces_of
 
 # What one rounding at the end of a sum costs, with room for the sums inside a model.
@@ -88,10 +102,11 @@ def check(
 ) -> Check:
     """Hold `backward`'s gradient of a batch against one forward and one backward over all of it, in double precision.
 
-    The model, its buffers, its gradients and the random state are as before the call: copies do the work. Finds what
-    `backward` can't see: rows that meet inside the model or the loss, counts that don't add up, draws. A model that
-    answers differently when asked twice is compared piece by piece under the same draws, and the report says so.
-    Costs three to five passes over the batch, one of them in double precision.
+    The model, its buffers, its gradients and the random state are as before the call: copies do the work, and hooks on
+    parameters are called for these. Finds what `backward` can't see: rows that meet inside the model or the loss,
+    counts that don't add up, hooks that clip, draws. A model that answers differently when asked twice is compared
+    piece by piece under the same draws, and the report says so. A batch whose whole gradient is zero proves nothing,
+    which is a finding too. Costs three to five passes over the batch, one of them in double precision.
 
     Args:
         model: in one process; the batch must fit in one piece, or is read one row at a time.
@@ -105,7 +120,8 @@ def check(
         The errors, overall and by parameter, and what causes them.
 
     Raises:
-        InexactError: with ``strict``, when more than rounding lies between both gradients.
+        InexactError: with ``strict``, when more than rounding lies between both gradients; always, for what
+            `backward` refuses to run in pieces.
         SyncError: on several ranks.
 
     Example:
@@ -139,7 +155,9 @@ class _Measurement:
         self.options = options
         self.state = State(self.model)
         self.whole, self.collate = options.get("whole", ()), options.get("collate")
-        self.pieces = [piece.load() for piece in pieces_of(batch, size, whole=self.whole, collate=self.collate)]
+        pieces = pieces_of(batch, size, whole=self.whole, collate=self.collate)
+        refuse_inexact(Survey(self.model), pieces, options, isinstance(size, Auto))
+        self.pieces = [piece.load() for piece in pieces]
         self.dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
         self.notes: list[str] = []
         self.findings: list[Finding] = []
@@ -154,9 +172,15 @@ class _Measurement:
         comparison = compare(*joined(ours, truth.gradients))
         own_error = compare(*joined(own.gradients, truth.gradients)).error if own is not None else 0.0
         tolerance = max(ROUNDING.get(self.dtype, 2e-6) * math.sqrt(max(count, 4)) / 2, 2 * own_error)
-        if not comparison.error <= tolerance:
+        # Where both sides ran in pieces, what a hook does to gradients of their size is all that can be tried.
+        bent = bent_by_hooks(self.model, truth.gradients, (1.0, count if drawn else 1e6)) if count > 1 else []
+        if not any(gradient.any() for gradient in (*ours.values(), *truth.gradients.values())):
+            self.findings.append(nothing(truth))
+        elif bent and (drawn or not comparison.error <= tolerance):
+            self.findings.append(hooked(bent, comparison))
+        elif not comparison.error <= tolerance:
             self.explain(loss_fn, ours, truth, comparison, tolerance)
-        elif drawn and count > 1:
+        elif count > 1 and truth.pieces > 1:
             self.look_for_coupling()
         self.state.restore()
         by_parameter = errors_of(ours, truth.gradients)
@@ -203,7 +227,7 @@ class _Measurement:
 
     def ours(self, loss_fn: LossFunction) -> tuple[Gradients, int]:
         """Return the gradient that `backward` leaves, taken on a copy."""
-        twin = copy.deepcopy(self.model)
+        twin = twin_of(self.model)
         targets = named_targets(twin, self.model, loss_fn)
         with set_aside(targets.values()):
             result = backward(twin, loss_fn, self.batch, self.size, **self.options)
@@ -230,10 +254,18 @@ class _Measurement:
         )
 
     def look_for_coupling(self) -> None:
-        """Ask by experiment whether rows meet, where both sides had to run in the same pieces for their draws."""
-        found = where_rows_meet(self.model, self.loss_fn, self.batch, self.options.get("batch_norm") == "exact")
+        """Ask by experiment whether rows meet, where the reference, too, had to run in pieces."""
+        found = where_rows_meet(
+            self.model, self.loss_fn, self.examples(), self.whole, "exact" in (self.options.get("batch_norm") or "")
+        )
         if found is not None:
-            self.findings.append(meeting(found, "found by exchanging rows; its size is hidden by the draws", 0.1))
+            self.findings.append(
+                meeting(
+                    found,
+                    "found by exchanging rows; how much it matters is hidden, as the reference ran in pieces too",
+                    0.1,
+                )
+            )
 
     def explain(
         self, loss_fn: LossFunction, ours: Gradients, truth: Reference, size: Comparison, tolerance: float
@@ -246,7 +278,18 @@ class _Measurement:
         elif counts_differ(truth, in_pieces):
             self.findings.append(miscounted(truth, in_pieces, size))
         else:
-            self.findings.append(coupled(self.model, self.loss_fn, self.batch, self.pieces, size))
+            self.findings.append(coupled(self.model, self.pieces, size) or self.met(size))
+
+    def met(self, size: Comparison) -> Finding:
+        """Every piece is right by itself, the batch is not their sum: rows meet. Say where, by experiment."""
+        where = where_rows_meet(self.model, self.loss_fn, self.examples(), self.whole)
+        rows = [rows_or_one(piece) for piece in self.pieces[:NAMED]]
+        where = where or "Where they meet could not be tried on this batch."
+        return meeting(f"pieces of {rows} rows see only themselves. {where}", str(size), size.error)
+
+    def examples(self) -> Any:
+        """Return rows to exchange: all of them, or those of one micro-batch where a window's can't be joined."""
+        return whole_pieces(self.batch, self.whole, self.collate)[0]
 
 
 class _Replayed:
@@ -278,101 +321,3 @@ def number_of(returned: Any) -> float:
     totals = [term.total for part in parts for term in getattr(part, "parts", ())]
     totals += [part.detach().double().sum() for part in parts if isinstance(part, Tensor)]
     return sum(float(total.detach()) for total in totals)
-
-
-def counts_differ(truth: Reference, in_pieces: Reference) -> bool:
-    """Tell whether the pieces state other items than the whole batch does."""
-    pairs = zip(truth.items, in_pieces.items, strict=False)
-    kept = [(a, b) for a, b in pairs if not (a == 1.0 and b == in_pieces.pieces)]
-    return any(abs(a - b) > 1e-6 * max(abs(a), 1.0) for a, b in kept)
-
-
-def unstable(first: float, again: float) -> Finding:
-    """The same rows under the same draws give different losses."""
-    return Finding(
-        "answers-differ",
-        "the same rows under the same draws give different losses",
-        f"{first:.9g}, then {again:.9g}",
-        0.5,
-        None,
-        Change(
-            "loss_fn(model, micro_batch)",
-            "torch.use_deterministic_algorithms(True)  # or remove what changes with calls",
-        ),
-        "A state that moves with each call (a counter, a queue, an average) makes pieces depend on their order.",
-    )
-
-
-def miscounted(truth: Reference, in_pieces: Reference, size: Comparison) -> Finding:
-    """The items that pieces state don't add up to those of the whole batch."""
-    return Finding(
-        "items-do-not-add-up",
-        f"the pieces state {in_pieces.items} items together, the whole batch {truth.items}",
-        str(size),
-        max(size.error, 0.02),
-        None,
-        Change("wb.from_mean(outputs.loss, items=n)", "wb.from_mean(outputs.loss, items=what_this_loss_divided_by)"),
-        "A count must be additive over rows: labels after the shift, weights actually used.",
-    )
-
-
-def coupled(model: nn.Module, loss_fn: LossFunction, batch: Any, pieces: Sequence[Any], size: Comparison) -> Finding:
-    """Every piece is right by itself, the batch is not their sum: rows meet. Say where, by experiment."""
-    layers = [name for name, module in model.named_modules() if uses_batch_statistics(module)]
-    rows = [rows_or_one(piece) for piece in pieces]
-    if layers:
-        what = f"{len(layers)} BatchNorm layers (first: '{layers[0]}') normalise pieces of {rows[0]} rows by themselves"
-        return meeting(what, str(size), size.error, 'batch_norm="exact"')
-    where = where_rows_meet(model, loss_fn, batch) or "Where they meet could not be tried on this batch."
-    return meeting(f"pieces of {rows[:NAMED]} rows see only themselves. {where}", str(size), size.error)
-
-
-def meeting(
-    what: str,
-    amount: str,
-    error: float,
-    into: str = "wb.coupled_backward(model, encode, loss_fn, batch, micro_batch_size=...)",
-) -> Finding:
-    """Rows of different pieces should meet and don't."""
-    return Finding(
-        "rows-meet",
-        what,
-        amount,
-        max(error, 0.02),
-        None,
-        Change("wb.backward(model, loss_fn, batch, micro_batch_size=...)", into),
-        "The pieces, read plainly, give the same gradient as backward: what differs is what they are pieces of.",
-    )
-
-
-def where_rows_meet(
-    model: nn.Module, loss_fn: LossFunction, batch: Any, batch_norm_is_exact: bool = False
-) -> str | None:
-    """Return what the detector says of a copy of the model, None if nothing meets or nothing could be tried."""
-    twin = copy.deepcopy(model)
-    for module in twin.modules():
-        if batch_norm_is_exact and uses_batch_statistics(module):
-            module.eval()
-    try:
-        found = find_coupling(twin, loss_fn, batch)
-    except (SplitError, LossError, TypeError):  # a batch that the detector can't cut in halves
-        return None
-    return str(found) if found else None
-
-
-def uses_batch_statistics(module: nn.Module) -> bool:
-    """Tell whether a layer normalises by the statistics of the rows it is given."""
-    kind = nn.modules.batchnorm._BatchNorm
-    return isinstance(module, kind) and (module.training or module.running_mean is None)
-
-
-def unexplained(size: Comparison, why: str) -> Finding:
-    """A difference whose cause is not known."""
-    return Finding(
-        "unexplained",
-        "the gradient is not the whole batch's, and the cause is not known",
-        f"{size}; {why}",
-        max(size.error, 0.02),
-        None,
-        Change("", "report.by_parameter  # shows where the difference lies"),
-    )

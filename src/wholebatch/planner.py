@@ -322,7 +322,7 @@ class _Trial:
         """Run one piece; None if it does not fit, which the first of all must."""
         try:
             return self._run(context, piece)
-        except RuntimeError as error:
+        except (RuntimeError, MemoryError) as error:
             if first or not is_out_of_memory(error):
                 raise
         return None

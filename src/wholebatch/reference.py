@@ -204,10 +204,24 @@ def unwrapped(model: nn.Module) -> nn.Module:
     return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
 
 
-def in_dtype(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Return a copy of a model with every parameter and buffer of real numbers in ``dtype``, without gradients."""
+def twin_of(model: nn.Module) -> nn.Module:
+    """Return a copy of a model without gradients, whose parameters have the hooks that a plain copy would lose."""
     twin = copy.deepcopy(model)
     twin.zero_grad(set_to_none=True)
+    for parameter, own in zip(twin.parameters(), model.parameters(), strict=True):
+        for hook in hooks_of(own) if parameter.requires_grad else ():
+            parameter.register_hook(hook)  # type: ignore[no-untyped-call]
+    return twin
+
+
+def hooks_of(tensor: Tensor) -> list[Callable[[Tensor], Tensor | None]]:
+    """Return what ``register_hook`` has put on a tensor, in order."""
+    return list((getattr(tensor, "_backward_hooks", None) or {}).values())
+
+
+def in_dtype(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Return a copy of a model with every parameter and buffer of real numbers in ``dtype``, without gradients."""
+    twin = twin_of(model)
     for tensor in (*twin.parameters(), *twin.buffers()):
         if not tensor.is_meta:
             tensor.data = as_dtype(tensor.data, dtype)

@@ -1,0 +1,129 @@
+"""Encode micro-batches twice: without graph, and once more backward, with the same draws and buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from wholebatch.batch import move
+from wholebatch.errors import InexactError, LossError
+from wholebatch.memory import offloaded
+from wholebatch.options import Options
+from wholebatch.staged import window_for
+from wholebatch.state import State
+from wholebatch.sums import Sums
+from wholebatch.survey import Survey
+from wholebatch.sync import Ranks, Status
+from wholebatch.window import Piece
+
+Encode: TypeAlias = "Callable[[Any, Any], Any]"
+
+
+@dataclass
+class Turn:
+    """One piece in the hands of one encoder: what it was before, and what it said."""
+
+    encoder: Encoder
+    piece: Piece
+    state: State
+    said: list[Tensor]
+    form: pytree.TreeSpec
+    graph: bool
+
+    def again(self) -> list[Tensor]:
+        """Return what it said with its graph: kept, or from a second run with the same draws."""
+        if self.graph:
+            return self.said
+        self.state.restore()
+        repeated, form = self.encoder.encode(self.piece)
+        if form != self.form or any(not _close(a, b) for a, b in zip(repeated, self.said, strict=True)):
+            raise InexactError(
+                "A micro-batch that was encoded a second time says something else, so its gradient would be that of "
+                "other values. Draw random numbers from torch, random or numpy.random's global state, which are set "
+                "back, and keep nothing on the model between calls."
+            )
+        return repeated
+
+
+class Encoder:
+    """One of the user's functions, over all pieces of the window."""
+
+    def __init__(
+        self, survey: Survey, function: Encode, pieces: Sequence[Piece], options: Options, ranks: Ranks
+    ) -> None:
+        self.survey, self.model, self.device = survey, survey.model, survey.device
+        self.function, self.pieces, self.ranks = function, pieces, ranks
+        self.offload = bool(options.get("offload"))
+        self.whole = window_for(self.model, function, pieces, options, ranks)
+
+    def turns(self, keep_last: bool) -> list[Turn]:
+        """Encode every piece without graph, the last one perhaps with it."""
+        self.start = State(self.survey)
+        if self.whole is not None:
+            self.whole.forward(self.pieces)
+        turns: list[Turn] = []
+        changing = self.whole is None
+        for piece in self.pieces:
+            graph = keep_last and piece is self.pieces[-1]
+            state, versions = State(self.survey, buffers=changing), _versions(self.survey)
+            with torch.set_grad_enabled(graph and torch.is_grad_enabled()):
+                turns.append(Turn(self, piece, state, *self.encode(piece), graph))
+            changing = changing and versions != _versions(self.survey)  # most models leave their buffers alone
+            if turns[-1].form != turns[0].form:
+                raise LossError(
+                    f"encode returned {turns[-1].form} for one micro-batch and {turns[0].form} for another. Return "
+                    "one form."
+                )
+        if self.whole is not None:
+            self.whole.commit()
+        return turns
+
+    def rewind(self) -> None:
+        """Let stages that run again find the buffers that they found before."""
+        if self.whole is not None:
+            self.start.restore_buffers()
+
+    def retreat(self) -> None:
+        """Go on backward from what the whole batch's statistics were made of."""
+        if self.whole is not None:
+            self.ranks.agree(Status.READY, Sums())
+            self.whole.backward()
+
+    def encode(self, piece: Piece) -> tuple[list[Tensor], pytree.TreeSpec]:
+        """Call the user's function, check what it says, and take it apart."""
+        with self.ranks.local(), offloaded(self.model, self.offload):
+            if self.whole is not None:
+                said = self.whole.loss(piece)
+            else:
+                said = self.function(self.model, move(piece.load(), self.device))
+        leaves, form = pytree.tree_flatten(said)
+        if not leaves:
+            raise LossError(f"encode returned {said!r}, which holds no tensor. Return what the loss is taken of.")
+        for leaf in leaves:
+            if not isinstance(leaf, Tensor) or leaf.dim() == 0 or leaf.shape[0] != leaves[0].shape[0]:
+                shape = tuple(leaf.shape) if isinstance(leaf, Tensor) else type(leaf).__name__
+                raise LossError(
+                    f"encode returned {shape} beside {tuple(leaves[0].shape)}: each tensor has the rows on its "
+                    "first dimension. Leave out what is not one value a row."
+                )
+        return leaves, form
+
+
+def _close(a: Tensor, b: Tensor) -> bool:
+    """Tell whether two runs agree but for rounding."""
+    if a.shape != b.shape or not a.is_floating_point():
+        return a.shape == b.shape and torch.equal(a, b)
+    tolerance = max(1e-3, 4 * torch.finfo(a.dtype).eps)
+    apart = torch.linalg.vector_norm((a - b).detach().float())
+    return bool(apart <= tolerance * torch.linalg.vector_norm(b.detach().float())) or not bool(torch.isfinite(apart))
+
+
+def _versions(survey: Survey) -> list[tuple[int, int]]:
+    """Numbers that change whenever a buffer is written into, or another put in its place."""
+    buffers = (owned.module._buffers.get(owned.name) for owned in survey.buffers)
+    return [(id(buffer), buffer._version) for buffer in buffers if buffer is not None]
