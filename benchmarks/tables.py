@@ -34,11 +34,13 @@ def exactness(result: Result) -> list[str]:
 
 
 def overhead(result: Result) -> list[str]:
-    lines = ["| model | parameters | by hand | wholebatch / by hand, median (quartiles) |", "|---|---|---|---|"]
+    lines = ["| model | parameters | by hand | wholebatch / by hand, median (quartiles) | more |"]
+    lines.append("|---" * 5 + "|")
     for row in result["rows"]:
         ratio = row["ratio"]
         spread = f"{ratio['median']:.3f} ({ratio['low']:.3f} to {ratio['high']:.3f})"
-        lines.append(f"| {row['model']} | {row['parameters']:,} | {row['milliseconds']:.3g} ms | {spread} |")
+        by_hand, more = (f"{row[name]:.3g} ms" for name in ("milliseconds", "extra_milliseconds"))
+        lines.append(f"| {row['model']} | {row['parameters']:,} | {by_hand} | {spread} | {more} |")
     return [*lines, "", f"{measured_on(result)}, pairs of steps in turn (`benchmarks/overhead.py`)."]
 
 
