@@ -42,6 +42,8 @@ bench: .venv/.dev
 	$(BIN)/python benchmarks/recovery.py
 	$(BIN)/python benchmarks/precision.py
 	$(BIN)/python benchmarks/soak.py
+	$(BIN)/python benchmarks/ranks.py
+	$(BIN)/python benchmarks/coupled.py
 	$(BIN)/python benchmarks/tables.py
 
 tables: .venv/.dev

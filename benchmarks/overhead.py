@@ -1,18 +1,14 @@
 """What our step costs over a hand-written loop with the very same pieces. About four minutes; torch only.
 
 The two take turns step by step, in one process and in random order within each pair, on two equal models. What is kept
-is the ratio within each pair: what slows both down falls out of it. The C library is kept from giving memory back to
-the system between steps: which of two steps in one process has to fetch it again is chance, and costs up to a tenth of
-a step.
+is the ratio within each pair: what slows both down falls out of it.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
-import ctypes
 import random
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
@@ -20,7 +16,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from record import RESULTS, Clock, Seconds, quartiles, save, significant
+from record import RESULTS, Clock, Seconds, hold_memory, quartiles, save, significant
 from torch import Tensor, nn
 
 import wholebatch as wb
@@ -94,14 +90,6 @@ def hand_written(model: nn.Module, size: Size) -> Callable[[Batch], Tensor]:
         return total
 
     return step
-
-
-def hold_memory() -> None:
-    """Let the C library of Linux keep what is freed, for the rest of the process."""
-    if sys.platform == "linux":
-        c_library = ctypes.CDLL(None)
-        for parameter, value in ((-1, -1), (-4, 0)):  # M_TRIM_THRESHOLD: never; M_MMAP_MAX: no blocks of their own
-            c_library.mallopt(parameter, value)
 
 
 def timed(step: Callable[[Batch], Tensor], batch: Batch) -> Seconds:

@@ -148,6 +148,18 @@ def brief(error: float) -> str:
     return "0" if not error else f"{error:.2g}" if error > 1e-3 else f"{error:.0e}"
 
 
+def ranks(result: Result) -> list[str]:
+    lines = ["| | way | time of a step, median (quartiles) |", "|---|---|---|"]
+    for row in result["rows"]:
+        ratio = row["time_ratio"]
+        spread = f"{ratio['median']:.3f} ({ratio['low']:.3f} to {ratio['high']:.3f})"
+        lines.append(f"| {row['kind']} | {row['way']} | {spread} |")
+    s = result["settings"]
+    size = f"{s['ranks']} processes, {s['parameters'] / 1e6:.1f} M parameters, {s['pieces']} pieces of "
+    size += f"{s['rows_of_a_piece']} x {s['positions']} tokens on each"
+    return [*lines, "", f"{size}; the first of each kind = 1; {measured_on(result)} (`benchmarks/ranks.py`)."]
+
+
 def soak(result: Result) -> list[str]:
     (row,) = result["rows"]
     disturbed = (
@@ -176,6 +188,7 @@ TABLES: dict[str, Callable[[Result], list[str]]] = {
     "memory": memory,
     "overhead": overhead,
     "precision": precision,
+    "ranks": ranks,
     "recovery": recovery,
     "soak": soak,
     "transformers_sweep": transformers_sweep,
