@@ -155,6 +155,25 @@ def test_batch_norm_in_pieces_is_told_by_its_gradient() -> None:
     assert report.measurement.cause.rule == "rows-meet"
     assert [finding.rule for finding in report.findings] == ["batch-norm"]
     assert "measured against the reference" in report.findings[0].amount
+    assert "module '1'" in report.measurement.cause.what
+
+
+def test_rows_that_meet_in_a_module_without_a_known_name_are_told_with_its_place() -> None:
+    class Centred(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x - x.mean(0, keepdim=True)
+
+    model = nn.Sequential(nn.Linear(5, 8), nn.Dropout(0.0), Centred(), nn.Linear(8, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = torch.utils.data.TensorDataset(torch.randn(24, 5), torch.randint(0, 3, (24,)))
+    with watch(reference=lambda model, batch: F.cross_entropy(model(batch[0]), batch[1], reduction="none")) as seen:
+        for x, y in torch.utils.data.DataLoader(data, batch_size=6):
+            (F.cross_entropy(model(x), y) / 4).backward()
+        optimizer.step()
+    found = seen.report().findings[0]
+    assert found.rule == "rows-meet"
+    assert "module '2'" in found.what
+    assert "coupled_backward" in found.change.into
 
 
 def test_parameters_of_the_loss_are_told_by_their_whole_factor() -> None:

@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from wholebatch.causes import where_rows_meet
 from wholebatch.comparison import Comparison, compare, errors_of, joined
 from wholebatch.doctor.exhibit import Exhibit
 from wholebatch.finding import Change, Finding
-from wholebatch.reference import Reference, plain_gradient, rows_or_one, whole_gradient
+from wholebatch.reference import Reference, plain_gradient, rows_or_one, whole_gradient, whole_pieces
 from wholebatch.window import Window
 
 ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 3e-2}
@@ -68,8 +69,10 @@ class Measurement:
             amount = (
                 f"{self.comparison} (measured against the reference; the best hypothesis is {self.residual:.0e} off)"
             )
-        change = Change("loss.backward()", "wb.backward(model, loss_fn, batch, micro_batch_size=...)")
-        return Finding(rule, what, amount, 10.0 + self.comparison.error, None, change)
+        into = "wb.backward(model, loss_fn, batch, micro_batch_size=...)"
+        if rule == "rows-meet":
+            into = f'{into[:-1]}, batch_norm="exact")  # or wb.coupled_backward(model, encode, loss_fn, batch, ...)'
+        return Finding(rule, what, amount, 10.0 + self.comparison.error, None, Change("loss.backward()", into))
 
 
 class Replayed:
@@ -118,6 +121,9 @@ def measure(exhibit: Exhibit, loss_fn: Callable[[Any, Any], Any], world: int = 1
         ideas = Ideas(right, read_pieces(exhibit, exhibit.model, loss_fn, pieces), names, rows_in(pieces), world, bound)
         cause, residual = ideas.best(measured, tolerance)
         cause = cause or partly(measured, right, exhibit, names, tolerance)
+    if cause is not None and cause.rule == "rows-meet":
+        where = where_rows_meet(exhibit.model, loss_fn, whole_pieces(Window(pieces), (), None)[0])
+        cause = dataclasses.replace(cause, what=f"{cause.what}. {where}") if where is not None else cause
     torch.random.set_rng_state(state)
     notes = (DRAWN,) if exhibit.random else ()
     return Measurement(size, tolerance, cause, residual, len(pieces), errors_of(exhibit.gradient, whole), notes)
