@@ -137,3 +137,16 @@ def test_no_result_names_a_machine() -> None:
     described = {"cpu", "cores", "threads", "gpu", "torch", "python", "system"}
     for path in (BENCHMARKS / "results").glob("*.json"):
         assert set(json.loads(path.read_text())["machine"]) == described
+
+
+def test_ways_over_ranks_are_measured_beside_the_loop_by_hand(tmp_path: Path) -> None:
+    bench("ranks", "--turns", "1", "--out", str(tmp_path))
+    rows = rows_of(tmp_path, "ranks")
+    assert [row["kind"] for row in rows] == ["DistributedDataParallel"] * 4 + ["fully_shard"] * 4 + ["dealing"] * 2
+    assert all(row["time_ratio"]["median"] == 1 for row in rows if row["way"] in ("by hand, no_sync", "loader order"))
+    assert all(0.2 < row["time_ratio"]["median"] < 5 for row in rows)
+
+
+def test_what_watching_costs_is_measured(tmp_path: Path) -> None:
+    bench("watching", "--pairs", "3", "--out", str(tmp_path))
+    assert all(0.5 < row["cpu_ratio"]["median"] < 2 for row in rows_of(tmp_path, "watching"))
