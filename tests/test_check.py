@@ -279,3 +279,44 @@ def test_where_rows_meet_is_found_in_every_kind_of_batch(way: str) -> None:
     assert report.reference_pieces == (2 if way == "padded window" else 1)
     assert report.findings[0].rule == "rows-meet"
     assert "'1'" in report.findings[0].what
+
+
+def padded(rows: int = 12) -> dict[str, torch.Tensor]:
+    lengths = torch.randint(2, 9, (rows,))
+    lengths[0] = 8
+    mask = torch.arange(8) < lengths[:, None]
+    return {"ids": torch.randint(1, 7, (rows, 8)) * mask, "mask": mask}
+
+
+def pooled_over(mask: Any) -> Any:
+    def loss_fn(model: nn.Module, batch: Any) -> Any:
+        said = model(batch["ids"])
+        keep = mask(batch)[..., None]
+        return wb.mean(((said * keep).sum(1) / keep.sum(1)).square())
+
+    return loss_fn
+
+
+MASKED, UNMASKED = pooled_over(lambda batch: batch["mask"]), pooled_over(lambda batch: torch.ones_like(batch["mask"]))
+
+
+@pytest.mark.parametrize("size", [wb.Tokens(24, mask="mask"), wb.Auto(wb.Tokens(24, mask="mask"))], ids=str)
+def test_padding_that_counts_in_the_loss_is_told_from_rows_that_meet(size: Any) -> None:
+    model, batch = nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 3)).double(), padded()
+    assert wb.check(model, MASKED, batch, size).ok
+    report = wb.check(model, UNMASKED, batch, size)
+    assert [finding.rule for finding in report.findings] == ["padding-counts"]
+    assert wb.check(model, UNMASKED, batch, 4).ok  # by rows, nothing is trimmed
+
+
+def test_padding_that_counts_is_found_where_pieces_are_collated() -> None:
+    model, batch = nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 3)).double(), padded()
+    samples = [row[keep] for row, keep in zip(batch["ids"], batch["mask"], strict=True)]
+
+    def collate(rows: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+        ids = nn.utils.rnn.pad_sequence(rows, batch_first=True)
+        return {"ids": ids, "mask": ids > 0}
+
+    assert wb.check(model, MASKED, samples, 4, collate=collate).ok
+    report = wb.check(model, UNMASKED, samples, 4, collate=collate)
+    assert [finding.rule for finding in report.findings] == ["padding-counts"]

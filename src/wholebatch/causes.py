@@ -53,6 +53,19 @@ def miscounted(truth: Reference, in_pieces: Reference, size: Comparison) -> Find
     )
 
 
+def padding(size: Comparison) -> Finding:
+    """Rows that are padded less say something else."""
+    return Finding(
+        "padding-counts",
+        "pieces are padded to their own longest row, and the same rows padded as in the whole batch give its gradient",
+        str(size),
+        max(size.error, 0.02),
+        None,
+        Change("loss_fn(model, micro_batch)", "wb.mean(values, weights=mask)  # and the mask for the model, too"),
+        "What a model or a loss makes of padding changes with its width; masked, it makes nothing of it.",
+    )
+
+
 def nothing(truth: Reference) -> Finding:
     """A gradient of zeros is the same however it was made."""
     return Finding(

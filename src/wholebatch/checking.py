@@ -20,12 +20,13 @@ from wholebatch.causes import (
     meeting,
     miscounted,
     nothing,
+    padding,
     unexplained,
     unstable,
     where_rows_meet,
 )
 from wholebatch.comparison import Comparison, compare, errors_of, joined
-from wholebatch.errors import InexactError, SyncError
+from wholebatch.errors import InexactError, SplitError, SyncError
 from wholebatch.finding import Finding
 from wholebatch.gradient import LossFunction, backward
 from wholebatch.options import Options
@@ -43,10 +44,10 @@ from wholebatch.reference import (
     whole_pieces,
 )
 from wholebatch.refusals import refuse_inexact
-from wholebatch.sizes import Auto, Size
+from wholebatch.sizes import Auto, Size, Tokens
 from wholebatch.state import State
 from wholebatch.survey import Survey
-from wholebatch.window import pieces_of
+from wholebatch.window import Window, pieces_of
 
 # What one rounding at the end of a sum costs, with room for the sums inside a model.
 ROUNDING = {torch.float64: 1e-12, torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 1e-2}
@@ -104,9 +105,9 @@ def check(
 
     The model, its buffers, its gradients and the random state are as before the call: copies do the work, and hooks on
     parameters are called for these. Finds what `backward` can't see: rows that meet inside the model or the loss,
-    counts that don't add up, hooks that clip, draws. A model that answers differently when asked twice is compared
-    piece by piece under the same draws, and the report says so. A batch whose whole gradient is zero proves nothing,
-    which is a finding too. Costs three to five passes over the batch, one of them in double precision.
+    counts that don't add up, padding that counts, hooks that clip, draws. A model that answers differently when asked
+    twice is compared piece by piece under the same draws, and the report says so. A batch whose whole gradient is zero
+    proves nothing, which is a finding too. Costs three to five passes over the batch, one in double precision.
 
     Args:
         model: in one process; the batch must fit in one piece, or is read one row at a time.
@@ -158,6 +159,7 @@ class _Measurement:
         pieces = pieces_of(batch, size, whole=self.whole, collate=self.collate)
         refuse_inexact(Survey(self.model), pieces, options, isinstance(size, Auto))
         self.pieces = [piece.load() for piece in pieces]
+        self.rows = [piece.index for piece in pieces]
         self.dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
         self.notes: list[str] = []
         self.findings: list[Finding] = []
@@ -275,6 +277,8 @@ class _Measurement:
         apart = compare(*joined(ours, in_pieces.gradients)).error
         if apart > max(tolerance, 1e-2 * size.error):
             self.findings.append(unexplained(size, "no hypothesis gives this gradient"))
+        elif self.padding_counts(loss_fn, truth, tolerance):
+            self.findings.append(padding(size))
         elif counts_differ(truth, in_pieces):
             self.findings.append(miscounted(truth, in_pieces, size))
         else:
@@ -286,6 +290,19 @@ class _Measurement:
         rows = [rows_or_one(piece) for piece in self.pieces[:NAMED]]
         where = where or "Where they meet could not be tried on this batch."
         return meeting(f"pieces of {rows} rows see only themselves. {where}", str(size), size.error)
+
+    def padding_counts(self, loss_fn: LossFunction, truth: Reference, tolerance: float) -> bool:
+        """Try the same pieces padded as in the whole batch: tell whether these give its gradient."""
+        size = self.size.start if isinstance(self.size, Auto) else self.size
+        if isinstance(self.batch, Window) or truth.pieces > 1 or not (isinstance(size, Tokens) or self.collate):
+            return False
+        whole = Nest(self.examples(), self.whole)
+        try:
+            as_wide = [whole.take(index) for index in self.rows]
+        except SplitError:  # made by collate=, and not of rows
+            return False
+        found = plain_gradient(self.model, loss_fn, as_wide)
+        return compare(*joined(found.gradients, truth.gradients)).error <= tolerance
 
     def examples(self) -> Any:
         """Return rows to exchange: all of them, or those of one micro-batch where a window's can't be joined."""
