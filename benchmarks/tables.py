@@ -120,7 +120,8 @@ def coupled(result: Result) -> list[str]:
     ]
     for row in images:
         what = f"{row['rows']} images by {row['micro_batch']}: {row['way']}"
-        lines.append(f"| {what} | {' | '.join(coupled_cells(row))} | {row['host_mb']:.1f} MB |")
+        host = f"{row['host_mb']:.0f} MB" if row["host_mb"] else ""
+        lines.append(f"| {what} | {' | '.join(coupled_cells(row))} | {host} |")
     lines += [
         "",
         "| in-batch negatives | gradient error | in float64 | CPU time | peak | with dropout, in float64 |",
