@@ -20,7 +20,8 @@ class Options(TypedDict, total=False):
             names. Makes every denominator known beforehand, so that losses with several denominators need no
             counting pass.
         collate: makes a micro-batch of a list of samples; the batch is then a plain sequence of samples.
-        whole: names of leaves that go whole into every micro-batch although they look as if they had rows.
+        whole: names of leaves that go whole into every micro-batch although they look as if they had rows, such as
+            weights of as many classes as there are rows.
         sync: when gradients travel over ranks: "last", once a window; "every", with each micro-batch.
         accumulate_in: the precision of the window's sum for parameters of fewer bits, such as ``torch.float32``.
         offload: keep what autograd saves in host memory while it waits. With ``batch_norm="exact"``: what crosses
