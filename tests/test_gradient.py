@@ -344,7 +344,7 @@ def test_no_number_is_read_from_the_device(loss: Any, monkeypatch: pytest.Monkey
         pending = accumulate(model, loss, (ROWS, MASK), 3)
         result = pending.finish()
     assert reads.count == 0
-    assert isinstance(pending.items, Tensor)
+    assert isinstance(pending.alive, Tensor)
     whole = whole_one if loss is one else whole_two
     assert_same_gradient(model, whole_batch(model, whole, (ROWS, MASK)))
     torch.testing.assert_close(result.loss, whole(model, (ROWS, MASK)).detach())

@@ -254,7 +254,7 @@ class _Coupled:
         self.ranks.settle()
         self.ranks.reduce(self.gradients)
         result = Result(**sums.report(self.survey.device), micro_batches=len(self.pieces), rows=rows)
-        return Pending(result, self.gradients, 1.0, sums.items, tally.losses)
+        return Pending(result, self.gradients, 1.0, sums.alive, tally.losses)
 
     def _loss(self, encoded: Sequence[tuple[pytree.TreeSpec, Sequence[Tensor]]]) -> tuple[Tally, Answer | None]:
         arguments: list[Any] = []

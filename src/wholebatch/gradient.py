@@ -132,7 +132,7 @@ class Pending:
     result: Result
     gradients: Gradients
     coefficient: Count
-    items: Count
+    alive: Count
     losses: list[list[Tensor]]
 
     def finish(self, factor: Count = 1.0) -> Result:
@@ -143,12 +143,12 @@ class Pending:
 
     def merge(self, factor: Count = 1.0) -> None:
         """Do all that ``finish`` does but the rounding of sums that are wider than their parameters."""
-        if isinstance(self.items, float) and not self.items:
+        if isinstance(self.alive, float) and not self.alive:
             self.gradients.zero()
         elif not _is_one(self.coefficient) or not _is_one(factor):
             self.gradients.scale(self.coefficient * factor)
-        if isinstance(self.items, Tensor):
-            self.gradients.mask(self.items)
+        if isinstance(self.alive, Tensor):
+            self.gradients.mask(self.alive)
         self.gradients.merge()
         self.coefficient = 1.0
 
@@ -221,6 +221,7 @@ class _Run:
             self.travel = self._without_reducer(auto)
         self.single = len(pieces) < 2 and auto is None and self.travel is Travel.LAST
         self.explored = self.single and not distributed
+        self.start: State | None = None
         self.looks = 0 if self.explored or options.get("batch_norm") is not None else 2
         gradients.include(ranks.leaves())
 
@@ -229,26 +230,28 @@ class _Run:
         items = self.options.get("items")
         if self.whole is not None:
             self.whole.forward(self.pieces)
-        state = self.start = None if self.explored else State(self.survey)
+        self.start = None if self.explored else State(self.survey)
         known = None if items is None else self._stated(items)
         if known is None and self.whole is not None and self.ranks.world > 1:
             known = self._counted()  # gradients of shared statistics add up only if divided by the same numbers
-            assert state is not None  # with ranks there is always one
-            state.restore()
+            self._rewind()
         while True:
             try:
                 return self._attempt(known or self._provisional())
-            except Redo:
-                assert self.recovery is not None and state is not None  # who else would ask for it
-                self.pieces = [part for piece in self.pieces for part in self.recovery.fitting(piece)]
+            except Redo as redo:
+                self.pieces = [part for piece in self.pieces for part in redo.fitting(piece)]
             except _Recount:
-                assert state is not None  # one piece of one process knows all its denominators
-                state.restore()
+                self._rewind()
                 known = self._counted()
             self.gradients.restart()
-            state.restore()
+            self._rewind()
             if self.whole is not None:
                 self.whole.restart()
+
+    def _rewind(self) -> None:
+        """Go back to the random state and the buffers that the window began with."""
+        if self.start is not None:
+            self.start.restore()
 
     def _attempt(self, denominators: Denominators) -> Pending:
         """Run every piece, agree with all ranks before gradients travel, and leave one factor to be applied."""
@@ -282,7 +285,7 @@ class _Run:
             self._refuse_own_backward(sums)
         rows = sum(piece.rows for piece in self.pieces)
         result = Result(**sums.report(self.device), micro_batches=micro_batches, rows=rows)
-        return Pending(result, self.gradients, factor, sums.items, tally.losses)
+        return Pending(result, self.gradients, factor, sums.alive, tally.losses)
 
     def _run_pieces(self, tally: Tally, denominators: Denominators) -> tuple[Answer | None, int]:
         """Run the pieces; return the last answer if its backward waits for the agreement, and how many ran."""
@@ -350,10 +353,11 @@ class _Run:
         """Find leaves outside of the model that the window will add to, so that they are mended too."""
         self.explored = True
         leaves = leaves_of(output for output, _ in weighted(answer).values())
-        foreign = [leaf for leaf in self.gradients.unknown(leaves) if not self.ranks.owns(leaf)]
+        own = {id(parameter) for parameter in self.survey.parameters}
+        foreign = [leaf for leaf in leaves if id(leaf) not in own and not self.ranks.owns(leaf)]
         if foreign:  # a sharded model has other parameters by now: those that its forward has gathered
-            own = {id(parameter) for parameter in self.model.parameters()}
-            foreign = [leaf for leaf in foreign if id(leaf) not in own]
+            gathered = {id(parameter) for parameter in self.model.parameters()}
+            foreign = [leaf for leaf in foreign if id(leaf) not in gathered]
         self.gradients.include(foreign)
         if self.ranks.world > 1:
             refuse_foreign(foreign)

@@ -80,13 +80,14 @@ def causal_lm(
         >>> wb.losses.causal_lm(torch.zeros(1, 3, 5), torch.tensor([[1, 2, 3]])).count
         2.0
     """
-    if (labels is None) == (shift_labels is None):
+    if labels is not None and shift_labels is None:
+        source, targets = labels, F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+    elif shift_labels is not None and labels is None:
+        source = targets = shift_labels
+    else:
         raise LossError("causal_lm takes labels= (it shifts them) or shift_labels= (shifted already): exactly one.")
-    if shift_labels is None and labels is not None:
-        shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
-    assert shift_labels is not None
-    term = _tokens(logits, shift_labels, ignore_index)
-    return Mean(term.total, term.count, kind="shifted labels", source=shift_labels if labels is None else labels)
+    term = _tokens(logits, targets, ignore_index)
+    return Mean(term.total, term.count, kind="shifted labels", source=source)
 
 
 def masked_lm(logits: Tensor, labels: Tensor, ignore_index: int = -100) -> Mean:

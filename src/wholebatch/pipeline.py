@@ -125,7 +125,7 @@ class Pipeline:
             self._ranks.settle()
             gradients.scale(denominators.settle(sums))
             self._replicas.average(gradients.held(self._replicas.complete(gradients, self.parameters)))
-            if not sums.items:
+            if not sums.alive:
                 gradients.zero()
             gradients.merge()
         return Result(**sums.report(self._device), micro_batches=steps * self.micro_batches, rows=rows)

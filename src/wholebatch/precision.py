@@ -68,14 +68,10 @@ class Gradients:
 
     def include(self, leaves: Iterable[Tensor]) -> list[Tensor]:
         """Take in further leaves that are about to receive gradients; return those that are new."""
-        new = self.unknown(leaves)
+        new = [leaf for leaf in leaves if id(leaf) not in self.parameters]
         self.parameters.update((id(leaf), leaf) for leaf in new)
         self._begin(new)
         return new
-
-    def unknown(self, leaves: Iterable[Tensor]) -> list[Tensor]:
-        """List the leaves that are none of its parameters."""
-        return [leaf for leaf in leaves if id(leaf) not in self.parameters]
 
     @property
     def clean(self) -> bool:

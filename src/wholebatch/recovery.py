@@ -7,7 +7,7 @@ parameters is discarded. Nothing that other pieces added is touched or repeated.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
@@ -24,7 +24,15 @@ from wholebatch.window import Piece
 
 
 class Redo(Exception):
-    """A failed piece cannot be told apart from the others: run the window from its start, in smaller pieces."""
+    """A failed piece cannot be told apart from the others: run the window from its start, in smaller pieces.
+
+    Args:
+        fitting: splits a piece into those that are expected to fit.
+    """
+
+    def __init__(self, fitting: Callable[[Piece], Iterable[Piece]]) -> None:
+        super().__init__("run the window again in smaller pieces")
+        self.fitting = fitting
 
 
 class Recovery:
@@ -82,7 +90,7 @@ class Recovery:
         if halves is None:
             raise OutOfMemoryError(self._final(piece, said))
         if self._gradients.torn:
-            raise Redo
+            raise Redo(self.fitting)
         apart = self._gradients.set_apart()
         parts = sum(self.run(half, tally, work) for half in halves)
         self._gradients.put_in(apart)

@@ -119,13 +119,13 @@ class Step:
         pending.gradients.drop(keep=lambda parameter: id(parameter) in ours)
         if not pending.gradients.clean:
             pending.merge()
-        norm, loss, items = self._read(pending)
-        pending.items = float(items)
+        norm, loss, alive = self._read(pending)
+        pending.alive = float(alive)
         lrs = [float(group["lr"]) for group in self.optimizer.param_groups]
-        reason = self._refusal(pending, norm, loss, items)
+        reason = self._refusal(pending, norm, loss, alive)
         if reason is None:
             self._update(pending, norm)
-        elif items and self.scaler is not None:
+        elif alive and self.scaler is not None:
             pending.finish()
             self.scaler.unscale_(self.optimizer)
             self.scaler.update()
@@ -179,11 +179,11 @@ class Step:
         )
         if self.scaler is not None:
             norm = norm / self.scaler.scale(torch.ones((), device=loss.device))
-        numbers = torch.stack([norm.to(wide), loss.to(wide), _tensor(pending.items, loss.device, wide)]).tolist()
+        numbers = torch.stack([norm.to(wide), loss.to(wide), _tensor(pending.alive, loss.device, wide)]).tolist()
         return numbers[0], numbers[1], bool(numbers[2])
 
-    def _refusal(self, pending: Pending, norm: float, loss: float, items: bool) -> str | None:
-        if not items:
+    def _refusal(self, pending: Pending, norm: float, loss: float, alive: bool) -> str | None:
+        if not alive:
             nothing = "no items: the window holds nothing to learn from"
             silent = "no loss: loss_fn returned None for every micro-batch"
             return nothing if pending.result.terms else silent

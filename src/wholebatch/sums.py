@@ -55,8 +55,8 @@ class Sums:
         return 1.0 if kind == "one" else self.counts.get(key, 0.0)
 
     @property
-    def items(self) -> Count:
-        """A number that is 0 if nothing in the window was there to learn from."""
+    def alive(self) -> Count:
+        """A number or truth value that is 0 if nothing in the window was there to learn from."""
         counts = [self.denominator(key, kind) for key, kind in self.schema.terms]
         found = [c != 0 for c in counts]
         if all(isinstance(f, bool) for f in found):
