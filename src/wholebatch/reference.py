@@ -119,7 +119,7 @@ def plain_gradient(
         for batch in batches:
             share, counts = share_of(read_whole(loss_fn(twin, batch), batch, len(batches)), counts, len(batches))
             if share is not None:
-                share.backward()  # type: ignore[no-untyped-call]
+                torch.autograd.backward(share)
                 loss += share.detach().to("cpu", dtype)
         gradients = {name: held(tensor, dtype) for name, tensor in targets.items()}
     state.restore_random()

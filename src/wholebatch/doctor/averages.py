@@ -87,17 +87,18 @@ class AverageSwitch:
         self.mode = mode
         self.ground = mode_depth()
         self.entered = False
+        self.stay = contextlib.ExitStack()
 
     def on(self) -> None:
         """Enter the mode, unless the user has entered one of theirs."""
         if not self.entered and mode_depth() == self.ground:
-            self.mode.__enter__()  # type: ignore[no-untyped-call]
+            self.stay.enter_context(self.mode)
             self.entered = True
 
     def off(self) -> None:
         """Leave the mode if it is the innermost one."""
         if self.entered and mode_depth() == self.ground + 1:
-            self.mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            self.stay.close()
             self.mode.derived.clear()
             self.entered = False
 
