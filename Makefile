@@ -34,7 +34,7 @@ docs: .venv/.dev
 	$(BIN)/sphinx-build -W --keep-going -q -b html docs docs/_build/html
 	@echo "docs/_build/html/index.html"
 
-bench: .venv/.dev
+bench: .venv/.bench
 	$(BIN)/python benchmarks/exactness.py
 	$(BIN)/python benchmarks/overhead.py
 	$(BIN)/python benchmarks/variable_length.py
@@ -44,6 +44,8 @@ bench: .venv/.dev
 	$(BIN)/python benchmarks/soak.py
 	$(BIN)/python benchmarks/ranks.py
 	$(BIN)/python benchmarks/coupled.py
+	$(BIN)/python benchmarks/watching.py
+	$(BIN)/python benchmarks/transformers_sweep.py
 	$(BIN)/python benchmarks/tables.py
 
 tables: .venv/.dev
@@ -67,3 +69,7 @@ clean:
 .venv/.dev: .venv/.torch pyproject.toml
 	$(PIP) $(PINNED) --editable '.[dev]'
 	@touch $@ .venv/.run
+
+.venv/.bench: .venv/.dev
+	$(PIP) $(PINNED) --editable '.[dev,bench]'
+	@touch $@

@@ -171,6 +171,14 @@ def soak(result: Result) -> list[str]:
     return [f"{disturbed} {row['out_of_memory']:,} times, {pieces}: {found} (float64, `benchmarks/soak.py`)."]
 
 
+def watching(result: Result) -> list[str]:
+    lines = ["| loop | CPU time, median (quartiles) |", "|---|---|"]
+    for row in result["rows"]:
+        ratio = row["cpu_ratio"]
+        lines.append(f"| {row['loop']} | {ratio['median']:.3f} ({ratio['low']:.3f} to {ratio['high']:.3f}) |")
+    return [*lines, "", f"{measured_on(result)} (`benchmarks/watching.py`)."]
+
+
 def cells(row: Result) -> tuple[str, str, str]:
     """Padding, real tokens a second, and the factor of wholebatch."""
     factor = "" if row["name"] == "wholebatch" else f"{row['wholebatch_is']['median']:.2f} x"
@@ -194,6 +202,7 @@ TABLES: dict[str, Callable[[Result], list[str]]] = {
     "soak": soak,
     "transformers_sweep": transformers_sweep,
     "variable_length": variable_length,
+    "watching": watching,
 }
 
 
