@@ -303,6 +303,16 @@ def test_any_memory_leaves_no_trace(rows: int, place: int, forward: bool, start:
         assert_as_undisturbed(mode, memory, wb.Auto(start))
 
 
+@pytest.mark.parametrize("place", range(4))
+def test_draws_that_depend_on_the_size_of_a_piece_are_those_of_the_final_pieces(place: int) -> None:
+    """A device draws other masks for eight rows than for twice four: what a failed piece drew may not stay."""
+
+    def noisy(model: nn.Module, ids: Tensor) -> Any:
+        return wb.mean(model(ids).square() * (1 + torch.rand(())))
+
+    assert_as_undisturbed("plain", Memory(rows=3, place=place), wb.Auto(8), noisy)
+
+
 def test_a_retry_without_undoing_is_wrong() -> None:
     """The twin: run the halves of a failed piece on top of what its backward had already added."""
     memory = Memory(rows=4, place=1)

@@ -2,12 +2,17 @@
 
 A backward that stops half-way has already added to some parameters. Which ones is recorded as it runs; their sums
 then hold the whole of the failed piece and are set apart, the halves run again, and what they add to those
-parameters is discarded. Nothing that other pieces added is touched or repeated.
+parameters is discarded. Nothing that other pieces added is touched or repeated. Where the failed piece has drawn random
+numbers, its halves draw others, and the window is run from its start.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import pickle
+import random
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 
@@ -80,7 +85,10 @@ class Recovery:
         if said is None:
             return 1
         release()
+        drawn = _random_states(self._survey)
         state.restore()
+        # A device draws other masks for a piece than for its halves: the gradient would be made of both.
+        drew = bool(self._gradients.fired) and not _same(drawn, _random_states(self._survey))
         tally.rewind(mark)
         if pool is not None and pooled is not None:
             pool.rewind(pooled)
@@ -89,7 +97,7 @@ class Recovery:
         halves = piece.halves()
         if halves is None:
             raise OutOfMemoryError(self._final(piece, said))
-        if self._gradients.torn:
+        if self._gradients.torn or drew:
             raise Redo(self.fitting)
         apart = self._gradients.set_apart()
         parts = sum(self.run(half, tally, work) for half in halves)
@@ -120,3 +128,19 @@ class Recovery:
             "Try activation checkpointing (wb.checkpointed(model)), offload=True on a device, shorter rows, "
             f"or parameters in {torch.bfloat16}."
         )
+
+
+def _random_states(survey: Survey) -> list[Any]:
+    """Where all generators stand that a forward draws from."""
+    devices = [device for device in survey.devices if device.type != "cpu"]
+    numpy = sys.modules.get("numpy")
+    return [
+        random.getstate(),
+        torch.get_rng_state(),
+        *(getattr(torch, device.type).get_rng_state(device) for device in sorted(devices, key=str)),
+        None if numpy is None else pickle.dumps(numpy.random.get_state()),
+    ]
+
+
+def _same(one: Sequence[Any], two: Sequence[Any]) -> bool:
+    return all(torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in zip(one, two, strict=True))
