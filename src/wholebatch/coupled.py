@@ -31,7 +31,7 @@ from wholebatch.loss import Answer, Mean, read
 from wholebatch.memory import is_out_of_memory, release, words_of
 from wholebatch.norms import pooled
 from wholebatch.options import Options, checked
-from wholebatch.precision import Gradients, leaves_of
+from wholebatch.precision import Gradients, foreign_leaves
 from wholebatch.ranks import ranks_of
 from wholebatch.reach import reach_of
 from wholebatch.refusals import refuse_foreign, refuse_inexact
@@ -307,9 +307,7 @@ class _Coupled:
 
     def _explore(self, outputs: Sequence[Tensor]) -> None:
         """Find leaves outside of the model that a backward from here adds to, so that they are kept apart too."""
-        # A sharded model has other parameters by now: those that its forward has gathered.
-        own = {id(parameter) for parameter in (*self.survey.parameters, *self.survey.model.parameters())}
-        foreign = [leaf for leaf in leaves_of(outputs) if id(leaf) not in own]
+        foreign = foreign_leaves(outputs, self.survey)
         if self.ranks.world > 1:
             refuse_foreign(foreign)
         self.gradients.include(leaf for leaf in foreign if isinstance(leaf, nn.Parameter))

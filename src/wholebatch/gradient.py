@@ -36,7 +36,7 @@ from wholebatch.loss import Answer, Count, read
 from wholebatch.memory import offloaded
 from wholebatch.norms import pooled
 from wholebatch.options import Options, checked
-from wholebatch.precision import Gradients, leaves_of, reentrant
+from wholebatch.precision import Gradients, foreign_leaves, reentrant
 from wholebatch.ranks import ranks_of
 from wholebatch.reach import reach_of
 from wholebatch.recovery import Recovery, Redo
@@ -352,12 +352,8 @@ class _Run:
     def _explore(self, answer: Answer) -> None:
         """Find leaves outside of the model that the window will add to, so that they are mended too."""
         self.explored = True
-        leaves = leaves_of(output for output, _ in weighted(answer).values())
-        own = {id(parameter) for parameter in self.survey.parameters}
-        foreign = [leaf for leaf in leaves if id(leaf) not in own and not self.ranks.owns(leaf)]
-        if foreign:  # a sharded model has other parameters by now: those that its forward has gathered
-            gathered = {id(parameter) for parameter in self.model.parameters()}
-            foreign = [leaf for leaf in foreign if id(leaf) not in gathered]
+        outputs = [output for output, _ in weighted(answer).values()]
+        foreign = [leaf for leaf in foreign_leaves(outputs, self.survey) if not self.ranks.owns(leaf)]
         self.gradients.include(foreign)
         if self.ranks.world > 1:
             refuse_foreign(foreign)

@@ -213,6 +213,17 @@ def leaves_of(outputs: Iterable[Tensor]) -> list[Tensor]:
     return [leaf for leaf in leaves if leaf is not None]
 
 
+def foreign_leaves(outputs: Iterable[Tensor], survey: Survey) -> list[Tensor]:
+    """List the leaves outside of the model that a backward pass from these outputs would reach."""
+    own = {id(parameter) for parameter in survey.parameters}
+    found = [leaf for leaf in leaves_of(outputs) if id(leaf) not in own]
+    if not found:
+        return []
+    # A sharded model has other parameters by now: those that its forward has gathered.
+    gathered = {id(parameter) for parameter in survey.model.parameters()}
+    return [leaf for leaf in found if id(leaf) not in gathered]
+
+
 def reentrant(outputs: Iterable[Tensor]) -> bool:
     """Tell whether a backward from these outputs would run reentrant checkpoints, backwards of their own inside."""
     return any("CheckpointFunction" in node.name() for node in nodes_of(outputs))
