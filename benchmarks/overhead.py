@@ -57,7 +57,7 @@ class Mixer(nn.Module):
 SIZES = (
     Size("perceptron, 7 layers of 2,048", lambda: perceptron(2048, 2048, 6), rows=256, width=2048, pieces=8),
     Size("transformer, 6 blocks of 384", lambda: Mixer(384, 6), rows=16, width=32 * 384, pieces=4),
-    Size("transformer, 6 blocks of 192", lambda: Mixer(192, 6), rows=64, width=32 * 192, pieces=8),
+    Size("transformer, 6 blocks of 256", lambda: Mixer(256, 6), rows=64, width=32 * 256, pieces=8),
     # Pieces so short that nobody would cut them: here the bookkeeping shows.
     Size("perceptron, 5 layers of 1,024", lambda: perceptron(256, 1024, 4), rows=256, width=256, pieces=8),
     Size("perceptron, 5 layers of 48", lambda: perceptron(64, 48, 4), rows=64, width=64, pieces=8),

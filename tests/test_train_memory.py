@@ -89,6 +89,15 @@ def test_a_fixed_piece_that_does_not_fit_says_which_setting_helps(texts: Path) -
         run(replace(settings, memory=cap(settings, 0.05)))
 
 
+def test_a_host_that_runs_out_of_memory_is_told_so_too(texts: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    def fail(step: wb.Step, batch: Any) -> None:
+        raise MemoryError("Unable to allocate 7 TiB")
+
+    monkeypatch.setattr(wb.Step, "__call__", fail)
+    with pytest.raises(RunError, match=r"Step 1 ran out of memory in a piece of .*: Unable to allocate 7 TiB"):
+        run(lean(texts, "fixed", micro_batch_size=12))
+
+
 def test_a_row_that_does_not_fit_says_which_flag_helps(texts: Path) -> None:  # noqa: F811
     settings = lean(texts, "row")
     with pytest.raises(RunError, match=r"Step 1 could not be taken\. One row alone does not fit.*--checkpoint"):

@@ -12,6 +12,9 @@ from torch import Tensor, nn
 DEPTH = 4
 """How many functions, objects and containers are looked through one inside the other."""
 
+PLAIN = frozenset({list, tuple, dict})
+"""Containers that hold modules without torch's knowing."""
+
 
 class Reach(NamedTuple):
     """The leaf tensors with gradient, and the modules, that a function names."""
@@ -39,12 +42,14 @@ def reach_of(function: Callable[..., Any]) -> Reach:
     return Reach(list(leaves.values()), list(modules.values()))
 
 
-def unlisted(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the modules that a module keeps in plain lists or dicts, where torch does not see them."""
-    for name, value in vars(module).items():
-        if type(value) in (list, tuple, dict) and value and name[0] != "_":
-            inside = value.values() if isinstance(value, dict) else value
-            yield from (each for each in inside if isinstance(each, nn.Module))
+def unlisted(module: nn.Module) -> list[nn.Module]:
+    """List the modules that a module keeps in plain lists or dicts, where torch does not see them."""
+    held = [value for name, value in vars(module).items() if type(value) in PLAIN and value and name[0] != "_"]
+    found: list[nn.Module] = []
+    for value in held:  # mostly none
+        inside = value.values() if isinstance(value, dict) else value
+        found += [each for each in inside if isinstance(each, nn.Module)]
+    return found
 
 
 def _look(

@@ -40,7 +40,7 @@ class Survey:
         self.model = model
         self.modules = list(model.modules())
         inside = {id(module) for module in self.modules}
-        hidden = (part for module in self.modules for each in unlisted(module) for part in each.modules())
+        hidden = [part for module in self.modules for each in unlisted(module) for part in each.modules()]
         found = {id(module): module for module in (*hidden, *named) if id(module) not in inside}
         self.outside = list(found.values())
         parameters: dict[int, nn.Parameter] = {}

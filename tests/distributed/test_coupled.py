@@ -17,7 +17,10 @@ from tests.distributed.collectives import Collectives
 from tests.distributed.launcher import Ranks
 from tests.oracle import assert_differs, assert_same_gradient, gradients_of, whole_batch
 
-pytestmark = pytest.mark.distributed
+pytestmark = [
+    pytest.mark.distributed,
+    pytest.mark.skipif(torch.__version__ < "2.8", reason="fully_shard is served from torch 2.8 on"),
+]
 
 
 class Scaled(nn.Module):

@@ -33,7 +33,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "shards of other widths": {"shard_placement_fn": lambda parameter: None},
 }
 
-pytestmark = pytest.mark.distributed
+pytestmark = [
+    pytest.mark.distributed,
+    pytest.mark.skipif(torch.__version__ < "2.8", reason="fully_shard is served from torch 2.8 on"),
+]
 
 
 def sharded(

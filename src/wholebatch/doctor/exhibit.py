@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from wholebatch.doctor.parameters import Parameters
-from wholebatch.reference import unwrapped
+from wholebatch.reference import twin_of, unwrapped
 
 
 @dataclasses.dataclass
@@ -39,7 +39,7 @@ class Exhibit:
             return
         if self.model is None:
             self.original = unwrapped(module)
-            self.model = copy.deepcopy(self.original)
+            self.model = twin_of(self.original)
         self.draws.append(torch.random.get_rng_state())
 
     def forward_ends(self, args: tuple[Any, ...], kwargs: dict[str, Any], random: bool) -> None:

@@ -66,8 +66,8 @@ class Boundary:
         if len(set(answer.groups.values())) > 1:
             raise LossError(
                 f"The loss has {len(answer.terms)} terms with denominators of their own, which have to be known before "
-                "the first backward, and this loop shows one micro-batch at a time. Give whole windows to this door's "
-                "`backward`."
+                "the first backward, and this loop shows one micro-batch at a time. Give whole windows to this "
+                "integration's `backward`."
             )
         self._tally.add(answer)
         if not self._provisional:
@@ -88,7 +88,7 @@ class Boundary:
         if schema is None:
             raise LossError(
                 "The loop went back from a bare number, and over what that averages is not known. Say it: return "
-                "wb.mean(values, weights) or wb.from_mean(loss, items=n), and let this door make the number of it."
+                "wb.mean(values, weights) or wb.from_mean(loss, items=n), and let this integration make a number of it."
             )
         whole = Sums.of_numbers(schema, torch.stack([numbers for theirs, numbers in heard if theirs.terms]).sum(0))
         items = float(whole.denominator(*schema.terms[0]))

@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import wholebatch as wb
 from wholebatch.arrangement import counted
-from wholebatch.memory import is_out_of_memory
+from wholebatch.memory import is_out_of_memory, words_of
 from wholebatch.train.config import Config
 from wholebatch.train.errors import ConfigError, RunError
 from wholebatch.train.machine import bytes_in, peak_memory_bytes, room
@@ -127,7 +127,7 @@ class Learner:
                 result = self.step(batch)
         except wb.NonFiniteError as error:
             raise RunError(f"Step {self.taken + 1} could not be taken. {error} A smaller lr may help.") from error
-        except RuntimeError as error:
+        except (RuntimeError, MemoryError) as error:
             if not (isinstance(error, wb.OutOfMemoryError) or is_out_of_memory(error)):
                 raise
             raise RunError(self._out_of_memory(error)) from error
@@ -194,16 +194,15 @@ class Learner:
         if state["device_draws"] and self.device.type == "cuda":
             torch.cuda.set_rng_state_all(state["device_draws"])
 
-    def _out_of_memory(self, error: RuntimeError) -> str:
+    def _out_of_memory(self, error: RuntimeError | MemoryError) -> str:
         """Say which setting helps."""
         step = f"Step {self.taken + 1}"
         if isinstance(error, wb.OutOfMemoryError):
             return f"{step} could not be taken. {error} Of these, --checkpoint, --offload and --context are flags here."
         rows = counted(([*self.tally.pieces] or [0])[-1], "row")
-        first = str(error).split("\n", 1)[0]
         return (
-            f"{step} ran out of memory in a piece of {rows}: {first} Leave micro_batch_size and max_tokens out, and "
-            "such a piece is split; or choose a smaller one."
+            f"{step} ran out of memory in a piece of {rows}: {words_of(error)} Leave micro_batch_size and max_tokens "
+            "out, and such a piece is split; or choose a smaller one."
         )
 
     def _batch(self, step: int) -> Sequence[Any]:
