@@ -7,7 +7,7 @@ Memory is counted in bytes of live tensors, parameters and their gradients left 
 lies on the shelf between stages is then counted apart, as it would lie in host memory. Copying it there and back is a
 copy within memory here, and the time of that is included; over a bus it would be another.
 
-    python benchmarks/coupled.py --side 64 --rows 32 128
+    python benchmarks/coupled.py --images 32x64 128x64 32x128
 """
 
 from __future__ import annotations
@@ -416,11 +416,18 @@ def show(rows: list[dict[str, Any]]) -> None:
         )
 
 
+def shape(text: str) -> tuple[int, int]:
+    """Read how many images there are, and of which side."""
+    rows, side = text.split("x")
+    return int(rows), int(side)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
-    parser.add_argument("--rows", type=int, nargs="+", default=[32, 128])
-    parser.add_argument("--side", type=int, default=64)
+    parser.add_argument(
+        "--images", type=shape, nargs="+", default=[(32, 64), (128, 64), (32, 128)], metavar="ROWSxSIDE"
+    )
     parser.add_argument("--micro-batch", type=int, default=4)
     parser.add_argument("--pairs", type=int, default=64)
     parser.add_argument("--layers", type=int, default=6)
@@ -436,8 +443,8 @@ def main() -> None:
         rows.extend(found)
 
     if "BatchNorm" in chosen.parts:
-        for count in chosen.rows:
-            keep(batch_norm(count, chosen.side, chosen.micro_batch, chosen.repeats))
+        for count, side in chosen.images:
+            keep(batch_norm(count, side, chosen.micro_batch, chosen.repeats))
     if "contrastive" in chosen.parts:
         keep(contrastive(chosen.pairs, size, chosen.layers, chosen.repeats))
     if "MiniLM" in chosen.parts:

@@ -119,7 +119,7 @@ def coupled(result: Result) -> list[str]:
         "|---|---|---|---|---|---|",
     ]
     for row in images:
-        what = f"{row['rows']} images by {row['micro_batch']}: {row['way']}"
+        what = f"{row['rows']} images of {row['side']} x {row['side']} by {row['micro_batch']}: {row['way']}"
         host = f"{row['host_mb']:.0f} MB" if row["host_mb"] else ""
         lines.append(f"| {what} | {' | '.join(coupled_cells(row))} | {host} |")
     lines += [

@@ -99,7 +99,7 @@ def test_a_memory_that_changes_at_random_loses_no_row(tmp_path: Path) -> None:
 def test_rows_that_meet_are_exact_in_every_way_but_the_plain_loop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    small = "--parts BatchNorm contrastive --rows 4 --side 32 --micro-batch 2 --pairs 4 --layers 1 --repeats 1"
+    small = "--parts BatchNorm contrastive --images 4x32 --micro-batch 2 --pairs 4 --layers 1 --repeats 1"
     bench("coupled", *small.split(), "--out", str(tmp_path))
     rows = rows_of(tmp_path, "coupled")
     assert [row["part"] for row in rows] == ["BatchNorm"] * 5 + ["contrastive"] * 3
