@@ -154,7 +154,8 @@ def ranks(result: Result) -> list[str]:
     for row in result["rows"]:
         ratio = row["time_ratio"]
         spread = f"{ratio['median']:.3f} ({ratio['low']:.3f} to {ratio['high']:.3f})"
-        lines.append(f"| {row['kind']} | {row['way']} | {spread} |")
+        way = f'`sync="{row["way"]}"`' if row["way"] in ("last", "every") else row["way"]
+        lines.append(f"| {row['kind']} | {way} | {spread} |")
     s = result["settings"]
     size = f"{s['ranks']} processes, {s['parameters'] / 1e6:.1f} M parameters, {s['pieces']} pieces of "
     size += f"{s['rows_of_a_piece']} x {s['positions']} tokens on each"
