@@ -20,7 +20,7 @@ import wholebatch as wb
 from tests.cases.kinds import KINDS
 from tests.cases.reported import REPORTED, TokenMeans
 from tests.cases.situation import Situation
-from tests.distributed import Collectives, Ranks
+from tests.distributed import Collectives, Ranks, needs_shards
 from tests.oracle import (
     Gradients,
     assert_differs,
@@ -729,6 +729,7 @@ def sharded(sync: str) -> Any:
     return gradients_of(model), seen.count("reduce_scatter")
 
 
+@needs_shards
 @pytest.mark.parametrize(("sync", "reductions"), [("default", 1), ("last", 1), ("every", 3)])
 def test_shards_are_reduced_once_a_window_or_with_every_piece_as_asked(
     two_ranks: Ranks, sync: str, reductions: int
@@ -741,6 +742,7 @@ def test_shards_are_reduced_once_a_window_or_with_every_piece_as_asked(
         assert seen == reductions
 
 
+@needs_shards
 def test_a_plain_loop_reduces_shards_with_every_micro_batch(two_ranks: Ranks) -> None:
     for _, reductions in two_ranks.run(sharded, "plain"):
         assert reductions == 3
@@ -758,6 +760,7 @@ def sharded_situation(name: str, first: int, sync: Any) -> Any:
     return gradients_of(model), result.loss.item()
 
 
+@needs_shards
 @pytest.mark.parametrize("sync", ["last", "every"])
 @pytest.mark.parametrize("first", [0, 1, 2])
 @pytest.mark.parametrize("name", SHARDED)
@@ -781,6 +784,7 @@ def sharded_run(clip: float, sync: Any) -> Any:
     return parameters_of(model), [(float(r.loss), float(r.grad_norm), r.lrs) for r in results]
 
 
+@needs_shards
 @pytest.mark.parametrize("sync", ["last", "every"])
 @pytest.mark.parametrize("clip", [0.05, 100.0])
 def test_a_run_on_shards_is_the_run_of_one_process(two_ranks: Ranks, clip: float, sync: str) -> None:

@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from tests.distributed.collectives import Collectives
-from tests.distributed.launcher import Ranks, RanksError, run_ranks
+from tests.distributed.launcher import Ranks, RanksError, needs_shards, run_ranks
 
-__all__ = ["Collectives", "Ranks", "RanksError", "run_ranks"]
+__all__ = ["Collectives", "Ranks", "RanksError", "needs_shards", "run_ranks"]

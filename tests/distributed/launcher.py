@@ -22,8 +22,11 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
+
+needs_shards = pytest.mark.skipif(torch.__version__ < "2.8", reason="fully_shard is served from torch 2.8 on")
 
 START_SECONDS = 60.0
 """How long a process may take to import torch and to meet the others."""

@@ -14,13 +14,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import wholebatch as wb
 from tests.distributed.collectives import Collectives
-from tests.distributed.launcher import Ranks
+from tests.distributed.launcher import Ranks, needs_shards
 from tests.oracle import assert_differs, assert_same_gradient, gradients_of, whole_batch
 
-pytestmark = [
-    pytest.mark.distributed,
-    pytest.mark.skipif(torch.__version__ < "2.8", reason="fully_shard is served from torch 2.8 on"),
-]
+pytestmark = [pytest.mark.distributed, needs_shards]
 
 
 class Scaled(nn.Module):

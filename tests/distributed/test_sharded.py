@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 import wholebatch as wb
 from tests.distributed.collectives import Collectives
-from tests.distributed.launcher import Ranks
+from tests.distributed.launcher import Ranks, needs_shards
 from tests.distributed.problems import PROBLEMS, SHARES, logits, model_and_rows, own_mean, share_of
 from tests.oracle import (
     Gradients,
@@ -33,10 +33,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "shards of other widths": {"shard_placement_fn": lambda parameter: None},
 }
 
-pytestmark = [
-    pytest.mark.distributed,
-    pytest.mark.skipif(torch.__version__ < "2.8", reason="fully_shard is served from torch 2.8 on"),
-]
+pytestmark = [pytest.mark.distributed, needs_shards]
 
 
 def sharded(
