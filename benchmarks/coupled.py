@@ -35,6 +35,8 @@ import wholebatch as wb
 from wholebatch.staged.engine import Engine
 from wholebatch.staged.shelf import Shelf
 from wholebatch.staged.window import WholeWindow
+from wholebatch.survey import Survey
+from wholebatch.sync import Ranks
 from wholebatch.train.corpus import signatures
 from wholebatch.window import pieces_of
 
@@ -170,7 +172,7 @@ def sparing(model: nn.Module, rows: Rows, size: int) -> None:
 def exact_on(shelf: Shelf) -> Run:
     def run(model: nn.Module, rows: Rows, size: int) -> None:
         pieces = pieces_of(rows, size)
-        window = WholeWindow(model, losses, Engine(model, shelf))
+        window = WholeWindow(Survey(model), losses, Ranks(), Engine(model, shelf))
         window.forward(pieces)
         for piece in pieces:
             (window.loss(piece).sum() / len(rows[0])).backward()

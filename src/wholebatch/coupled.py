@@ -25,7 +25,7 @@ from typing_extensions import Unpack
 from wholebatch.denominators import Provisional
 from wholebatch.encoding import Encode, Encoder, Turn
 from wholebatch.errors import LossError, OutOfMemoryError, SplitError, SyncError
-from wholebatch.gathering import Everyone, everyone
+from wholebatch.gathering import everyone
 from wholebatch.gradient import Pending, Result
 from wholebatch.loss import Answer, Mean, read
 from wholebatch.memory import is_out_of_memory, release, words_of
@@ -150,8 +150,7 @@ def accumulate_coupled(
             refuse_inexact(survey, pieces, chosen)
             order = None if isinstance(batch, Window) else _order(pieces)
             with gradients:
-                coupled = _Coupled(survey, loss, pieces, ranks, gradients, chosen)
-                return coupled.pending(everyone(ranks, loss.gather), scaler, order)
+                return _Coupled(survey, loss, pieces, order, ranks, gradients, chosen).pending(scaler)
 
     if not isinstance(micro_batch_size, Auto):
         return run(micro_batch_size)
@@ -212,36 +211,31 @@ class _Coupled:
         survey: Survey,
         loss: Coupled,
         pieces: Sequence[Piece],
+        order: Sequence[int] | None,
         ranks: Ranks,
         gradients: Gradients,
         options: Options,
     ) -> None:
-        self.survey, self.loss_fn, self.pieces = survey, loss.loss_fn, pieces
-        self.ranks, self.gradients = ranks, gradients
+        self.survey, self.loss_fn, self.pieces, self.order = survey, loss.loss_fn, pieces, order
+        self.ranks, self.gradients, self.everyone = ranks, gradients, everyone(ranks, loss.gather)
         self.pools = options.get("batch_norm") == "pooled"
         self.encoders = [Encoder(survey, function, pieces, options, ranks) for function in loss.encoders]
         gradients.include(ranks.leaves())
 
-    def pending(self, everyone: Everyone, scaler: GradScaler | None, order: Sequence[int] | None) -> Pending:
+    def pending(self, scaler: GradScaler | None) -> Pending:
         """Encode, take the loss of all rows, and encode again backward."""
         rows = sum(piece.rows for piece in self.pieces)
         with pooled(self.survey.model, self.pools):  # the second pass would count its rows again
             towers = [e.turns(keep_last=e is self.encoders[-1]) for e in self.encoders]
         after = State(self.survey)
         _refuse_no_rows(self.ranks.agree(Status.READY, Sums(), pieces=rows).pieces)
-        joined = [_join([turn.said for turn in turns], order) for turns in towers]
+        joined = [_join([turn.said for turn in turns], self.order) for turns in towers]
         leaves = [[leaf.detach().requires_grad_(leaf.is_floating_point()) for leaf in each] for each in joined]
-        seen = [[everyone.gather(leaf) for leaf in each] for each in leaves]
-        tally, answer = self._loss([(turns[0].form, each) for turns, each in zip(towers, seen, strict=True)])
+        tally, answer = self._loss([turns[0].form for turns in towers], leaves)
         sums = self.ranks.agree(Status.READY, tally.sums()).sums
         learns = self._propagate(answer, sums, scaler)
         moved = State(self.survey, buffers=False)
-        # The last encoder first: its last piece has a graph, which may hold buffers that are set back for the others.
-        for encoder, turns, each in reversed(list(zip(self.encoders, towers, leaves, strict=True))):
-            told = [None if leaf.grad is None else everyone.share(leaf.grad) for leaf in each]
-            encoder.rewind()
-            self._encode_again(turns, told, order)
-            encoder.retreat()
+        self._go_back(towers, leaves)
         after.restore_buffers()
         moved.restore_random()
         if learns and self.ranks.world == 1 and not self.gradients.held():
@@ -256,10 +250,13 @@ class _Coupled:
         result = Result(**sums.report(self.survey.device), micro_batches=len(self.pieces), rows=rows)
         return Pending(result, self.gradients, 1.0, sums.alive, tally.losses)
 
-    def _loss(self, encoded: Sequence[tuple[pytree.TreeSpec, Sequence[Tensor]]]) -> tuple[Tally, Answer | None]:
+    def _loss(
+        self, forms: Sequence[pytree.TreeSpec], encoded: Sequence[Sequence[Tensor]]
+    ) -> tuple[Tally, Answer | None]:
+        """Take the loss of what the encoders said about all rows, those of other ranks too if they are gathered."""
         arguments: list[Any] = []
-        for form, leaves in encoded:
-            said = pytree.tree_unflatten(list(leaves), form)
+        for form, leaves in zip(forms, encoded, strict=True):
+            said = pytree.tree_unflatten([self.everyone.gather(leaf) for leaf in leaves], form)
             arguments += said if type(said) in (tuple, list) else [said]
         with self.ranks.local():
             returned = self.loss_fn(*arguments)
@@ -284,12 +281,21 @@ class _Coupled:
             torch.autograd.backward(outputs, seeds)
         return bool(outputs)
 
-    def _encode_again(
-        self, turns: Sequence[Turn], gradient: Sequence[Tensor | None], order: Sequence[int] | None
-    ) -> None:
+    def _go_back(self, towers: Sequence[Sequence[Turn]], encoded: Sequence[Sequence[Tensor]]) -> None:
+        """Bring the gradients of what was encoded back to the parameters.
+
+        The last encoder comes first: its last piece has a graph, which may hold buffers that are set back for others.
+        """
+        for encoder, turns, leaves in reversed(list(zip(self.encoders, towers, encoded, strict=True))):
+            told = [None if leaf.grad is None else self.everyone.share(leaf.grad) for leaf in leaves]
+            encoder.window.rewind()
+            self._encode_again(turns, told)
+            encoder.window.backward()
+
+    def _encode_again(self, turns: Sequence[Turn], gradient: Sequence[Tensor | None]) -> None:
         """Go backward through every piece from the gradient of what it said, the one with a graph first."""
-        if order is not None:
-            place = torch.tensor(order)
+        if self.order is not None:
+            place = torch.tensor(self.order)
             gradient = [None if g is None else g[place.to(g.device)] for g in gradient]
         sizes = [turn.said[0].shape[0] for turn in turns]
         parts = [[None] * len(turns) if g is None else torch.split(g, sizes) for g in gradient]

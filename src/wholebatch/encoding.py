@@ -10,15 +10,12 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from wholebatch.batch import move
 from wholebatch.errors import InexactError, LossError
-from wholebatch.memory import offloaded
 from wholebatch.options import Options
 from wholebatch.staged import window_for
 from wholebatch.state import State
-from wholebatch.sums import Sums
 from wholebatch.survey import Survey
-from wholebatch.sync import Ranks, Status
+from wholebatch.sync import Ranks
 from wholebatch.window import Piece
 
 Encode: TypeAlias = "Callable[[Any, Any], Any]"
@@ -56,18 +53,15 @@ class Encoder:
     def __init__(
         self, survey: Survey, function: Encode, pieces: Sequence[Piece], options: Options, ranks: Ranks
     ) -> None:
-        self.survey, self.model, self.device = survey, survey.model, survey.device
-        self.function, self.pieces, self.ranks = function, pieces, ranks
-        self.offload = bool(options.get("offload"))
-        self.whole = window_for(self.model, function, pieces, options, ranks)
+        self.survey = survey
+        self.pieces = pieces
+        self.window = window_for(survey, function, pieces, options, ranks)
 
     def turns(self, keep_last: bool) -> list[Turn]:
         """Encode every piece without graph, the last one perhaps with it."""
-        self.start = State(self.survey)
-        if self.whole is not None:
-            self.whole.forward(self.pieces)
+        self.window.forward(self.pieces)
         turns: list[Turn] = []
-        changing = self.whole is None
+        changing = not self.window.meets
         for piece in self.pieces:
             graph = keep_last and piece is self.pieces[-1]
             state, versions = State(self.survey, buffers=changing), _versions(self.survey)
@@ -79,28 +73,12 @@ class Encoder:
                     f"encode returned {turns[-1].form} for one micro-batch and {turns[0].form} for another. Return "
                     "one form."
                 )
-        if self.whole is not None:
-            self.whole.commit()
+        self.window.commit()
         return turns
-
-    def rewind(self) -> None:
-        """Let stages that run again find the buffers that they found before."""
-        if self.whole is not None:
-            self.start.restore_buffers()
-
-    def retreat(self) -> None:
-        """Go on backward from what the whole batch's statistics were made of."""
-        if self.whole is not None:
-            self.ranks.agree(Status.READY, Sums())
-            self.whole.backward()
 
     def encode(self, piece: Piece) -> tuple[list[Tensor], pytree.TreeSpec]:
         """Call the user's function, check what it says, and take it apart."""
-        with self.ranks.local(), offloaded(self.model, self.offload):
-            if self.whole is not None:
-                said = self.whole.loss(piece)
-            else:
-                said = self.function(self.model, move(piece.load(), self.device))
+        said = self.window.loss(piece)
         leaves, form = pytree.tree_flatten(said)
         if not leaves:
             raise LossError(f"encode returned {said!r}, which holds no tensor. Return what the loss is taken of.")

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from typing_extensions import Unpack
 
-from wholebatch.batch import move
 from wholebatch.denominators import (
     Denominators,
     Divisors,
@@ -33,7 +32,6 @@ from wholebatch.denominators import (
 )
 from wholebatch.errors import LossError, SyncError
 from wholebatch.loss import Answer, Count, read
-from wholebatch.memory import offloaded
 from wholebatch.norms import pooled
 from wholebatch.options import Options, checked
 from wholebatch.precision import Gradients, foreign_leaves, reentrant
@@ -205,8 +203,7 @@ class _Run:
         auto: Auto | None,
         options: Options,
     ) -> None:
-        model = survey.model
-        self.survey, self.model, self.loss_fn, self.pieces = survey, model, loss_fn, list(pieces)
+        self.survey, self.pieces = survey, list(pieces)
         self.ranks, self.gradients, self.options = ranks, gradients, options
         self.recovery = None if auto is None else Recovery(auto, survey, gradients)
         self.device = survey.device
@@ -214,8 +211,8 @@ class _Run:
         self.extent = sum(piece.size for piece in pieces)
         distributed = ranks.world > 1
         self.travel = ranks.travel
-        self.whole = window_for(model, loss_fn, pieces, options, ranks, auto is not None)
-        if self.whole is not None:
+        self.window = window_for(survey, loss_fn, pieces, options, ranks, auto is not None)
+        if self.window.meets:
             self.travel = Travel.APART
         elif distributed and (auto is not None or options.get("accumulate_in") is not None):
             self.travel = self._without_reducer(auto)
@@ -228,11 +225,10 @@ class _Run:
     def pending(self) -> Pending:
         """Run the window in one pass if its terms allow, else know the denominators first."""
         items = self.options.get("items")
-        if self.whole is not None:
-            self.whole.forward(self.pieces)
+        self.window.forward(self.pieces)
         self.start = None if self.explored else State(self.survey)
         known = None if items is None else self._stated(items)
-        if known is None and self.whole is not None and self.ranks.world > 1:
+        if known is None and self.window.meets and self.ranks.world > 1:
             known = self._counted()  # gradients of shared statistics add up only if divided by the same numbers
             self._rewind()
         while True:
@@ -245,8 +241,7 @@ class _Run:
                 known = self._counted()
             self.gradients.restart()
             self._rewind()
-            if self.whole is not None:
-                self.whole.restart()
+            self.window.restart()
 
     def _rewind(self) -> None:
         """Go back to the random state and the buffers that the window began with."""
@@ -256,13 +251,11 @@ class _Run:
     def _attempt(self, denominators: Denominators) -> Pending:
         """Run every piece, agree with all ranks before gradients travel, and leave one factor to be applied."""
         tally = Tally()
-        with pooled(self.model, self.options.get("batch_norm") == "pooled"):
+        with pooled(self.survey.model, self.options.get("batch_norm") == "pooled"):
             waiting, micro_batches = self._run_pieces(tally, denominators)
         if self.looks > 0:
             self._refuse_moved_buffers(micro_batches)
-        if self.whole is not None:
-            self.ranks.agree(Status.READY, Sums())
-            self.whole.backward()
+        self.window.backward()
         here = tally.sums()
         denominators.check(here)
         agreement = self.ranks.agree(Status.READY, here, float(denominators.loose))
@@ -278,8 +271,7 @@ class _Run:
             self._propagate(waiting, denominators, last=True)
         elif self.travel is Travel.APART or self.ranks.lockstep:
             self.ranks.reduce(self.gradients)
-        if self.whole is not None:
-            self.whole.commit()
+        self.window.commit()
         if self.ranks.world == 1:
             self.shares.check()
             self._refuse_own_backward(sums)
@@ -299,7 +291,7 @@ class _Run:
             self.recovery.rest()
             return None, ran
         answered = self._met if self.ranks.meets or self.travel is Travel.EVERY else self._admitted
-        for piece in self.ranks.rounds(self.pieces, self._returned):
+        for piece in self.ranks.rounds(self.pieces, self.window.loss):
             if self.travel is Travel.LAST:
                 self._propagate(waiting, denominators)
                 waiting = answered(piece, tally, denominators)
@@ -334,14 +326,8 @@ class _Run:
             return True
         return denominators.admit(answer, self.extent / max(piece.size, 1))
 
-    def _returned(self, piece: Piece) -> Any:
-        if self.whole is not None:
-            return self.whole.loss(piece)
-        with self.ranks.local(), offloaded(self.model, self.options.get("offload", False)):
-            return self.loss_fn(self.model, move(piece.load(), self.device))
-
     def _forward(self, piece: Piece | None, tally: Tally) -> Answer | None:
-        answer = None if piece is None else tally.add(read(self._returned(piece), piece.rows))
+        answer = None if piece is None else tally.add(read(self.window.loss(piece), piece.rows))
         self.ranks.attend()
         if answer is not None and not self.explored:
             self._explore(answer)
@@ -403,7 +389,7 @@ class _Run:
         def look(piece: Piece | None) -> None:
             self._forward(piece, tally)
 
-        for piece in self.ranks.rounds(self.pieces, self._returned):
+        for piece in self.ranks.rounds(self.pieces, self.window.loss):
             if self.recovery is None or piece is None:
                 look(piece)
             else:

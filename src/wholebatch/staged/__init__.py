@@ -1,38 +1,37 @@
-"""Operations in which rows meet, over micro-batches, exactly.
+"""Operations in which rows meet, over micro-batches, exactly; and what runs a window where none do.
 
-A model is captured as a graph (:mod:`~wholebatch.staged.capture`), cut at every operation whose result for one row
-depends on other rows (:mod:`~wholebatch.staged.program`), and run stage by stage for all micro-batches
-(:mod:`~wholebatch.staged.engine`). An operation is a small protocol (:mod:`~wholebatch.staged.operations`), and
-:mod:`~wholebatch.staged.window` puts all this under a loss function that knows nothing of it.
+Mostly none do: each piece runs by itself (:mod:`~wholebatch.staged.plain`). Else a model is captured as a graph
+(:mod:`~wholebatch.staged.capture`), cut at every operation whose result for one row depends on other rows
+(:mod:`~wholebatch.staged.program`), and run stage by stage for all micro-batches (:mod:`~wholebatch.staged.engine`). An
+operation is a small protocol (:mod:`~wholebatch.staged.operations`), and :mod:`~wholebatch.staged.window` puts all this
+under a loss function that knows nothing of it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from wholebatch.errors import InexactError
 from wholebatch.options import Options
-from wholebatch.precision import device_of
+from wholebatch.staged.plain import PlainWindow
+from wholebatch.survey import Survey
 from wholebatch.sync import Ranks
 from wholebatch.window import Piece
 
-if TYPE_CHECKING:
-    from wholebatch.staged.window import WholeWindow
-
 
 def window_for(
-    model: nn.Module,
+    survey: Survey,
     loss_fn: Callable[[Any, Any], Any],
     pieces: Sequence[Piece],
     options: Options,
     ranks: Ranks,
     splits: bool = False,
-) -> WholeWindow | None:
-    """Say what runs the pieces of a window if BatchNorm shall see the whole batch; None if they are run as usual.
+) -> PlainWindow:
+    """Say what runs the pieces of a window: each by itself, or so that BatchNorm sees the whole batch.
 
     Args:
         splits: whether pieces may be split on the way.
@@ -42,8 +41,10 @@ def window_for(
     """
     choice = options.get("batch_norm") or ""
     alone = ranks.world == 1 or choice == "exact-per-rank"
+    short = bool(options.get("offload"))
     if not choice.startswith("exact") or (len(pieces) < 2 and alone and not splits):
-        return None
+        return PlainWindow(survey, loss_fn, ranks, short)
+    model = survey.model
     _refuse(model, choice, len(pieces), alone, splits)
     # Only here: capturing loads torch.export, which takes seconds and which few models need.
     from wholebatch.staged.engine import Engine
@@ -53,12 +54,12 @@ def window_for(
     from wholebatch.staged.window import WholeWindow, unwrapped
 
     if choice == "exact-lock-step":
-        return WholeWindow(model, loss_fn, LockStep(unwrapped(model)))
-    short = bool(options.get("offload"))
-    nowhere = device_of(model) == torch.device("cpu")  # no other memory to go to, but time to make things twice
+        return WholeWindow(survey, loss_fn, ranks, LockStep(unwrapped(model)))
+    nowhere = survey.device == torch.device("cpu")  # no other memory to go to, but time to make things twice
     shelf = HostShelf() if short and not nowhere else Shelf()
     sharing = Alone() if alone else statistics_over(ranks)
-    return WholeWindow(model, loss_fn, Engine(unwrapped(model), shelf, sparing=short and nowhere, ranks=sharing))
+    engine = Engine(unwrapped(model), shelf, sparing=short and nowhere, ranks=sharing)
+    return WholeWindow(survey, loss_fn, ranks, engine)
 
 
 def _refuse(model: nn.Module, choice: str, pieces: int, alone: bool, splits: bool) -> None:

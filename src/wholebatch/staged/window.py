@@ -11,11 +11,14 @@ from torch import Tensor, nn
 
 from wholebatch.batch import move
 from wholebatch.errors import InexactError, SyncError
-from wholebatch.precision import device_of
 from wholebatch.staged.call import Call
+from wholebatch.staged.plain import PlainWindow
 from wholebatch.staged.shelf import Shelf
 from wholebatch.staged.standin import NothingElseMeets, StandIn
 from wholebatch.state import State
+from wholebatch.sums import Sums
+from wholebatch.survey import Survey
+from wholebatch.sync import Ranks, Status
 from wholebatch.window import Piece
 
 LossFunction = Callable[[Any, Any], Any]
@@ -73,7 +76,7 @@ class Runner(Protocol):
         """Write the buffers."""
 
 
-class WholeWindow:
+class WholeWindow(PlainWindow):
     """Runs a loss function on every piece of a window as if the model saw the whole batch.
 
     1. :meth:`forward` hears the call that the loss function makes for each piece, and brings all of them through
@@ -83,29 +86,27 @@ class WholeWindow:
     4. :meth:`commit` writes the buffers.
 
     Args:
-        model: as the loss function shall see it; a wrapper with ``.module`` is looked into.
+        survey: of the model as the loss function shall see it; a wrapper with ``.module`` is looked into.
         loss_fn: called with a stand-in for the model and a micro-batch.
+        ranks: who have to be ready before gradients of shared statistics travel.
         runner: brings the calls through the model: the engine of stages, or lock-step.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        loss_fn: LossFunction,
-        runner: Runner,
-    ) -> None:
-        self.model, self.loss_fn, self.runner = model, loss_fn, runner
-        self.device = device_of(model)
+    meets = True
+
+    def __init__(self, survey: Survey, loss_fn: LossFunction, ranks: Ranks, runner: Runner) -> None:
+        super().__init__(survey, loss_fn, ranks)
+        self.runner = runner
         self.places: dict[int, int] = {}
         self.states: dict[int, State] = {}
 
     def forward(self, pieces: Sequence[Piece]) -> None:
         """Bring all pieces as far as the last stage of the model."""
         calls: list[Call] = []
-        self.start = State(self.model)
+        self.start = State(self.survey)
         with _Undone(self.start, self.runner.fail):
             for piece in pieces:
-                self.states[id(piece)] = State(self.model, buffers=False)
+                self.states[id(piece)] = State(self.survey, buffers=False)
                 call = self._hear(piece)
                 if call is not None:
                     self.places[id(piece)] = len(calls)
@@ -114,7 +115,7 @@ class WholeWindow:
 
     def loss(self, piece: Piece) -> Any:
         """Run the loss function of a piece on the answer that the model gives within the whole batch."""
-        place, here = self.places.get(id(piece)), State(self.model, buffers=False)
+        place, here = self.places.get(id(piece)), State(self.survey, buffers=False)
         answers: list[Any] = []
 
         def answer(call: Call) -> Any:
@@ -132,8 +133,13 @@ class WholeWindow:
         """Forget the gradients that have reached the model's answers, before the losses are run again."""
         self.runner.restart()
 
+    def rewind(self) -> None:
+        """Find the buffers again that :meth:`forward` found: stages run once more."""
+        self.start.restore_buffers()
+
     def backward(self) -> None:
-        """Bring the gradients that reached the model's answers back to its parameters."""
+        """Bring the gradients that reached the model's answers back to its parameters, on all ranks or on none."""
+        self.ranks.agree(Status.READY, Sums())
         with _Undone(self.start, self.runner.fail):
             self.runner.backward()
 
