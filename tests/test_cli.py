@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,6 +16,8 @@ import pytest
 from wholebatch import __version__
 from wholebatch.cli import main
 
+ROOT = Path(__file__).parents[1]
+
 TINY = [
     "--width=8",
     "--layers=1",
@@ -25,6 +28,39 @@ TINY = [
     "--device=cpu",
     "--held-out=.3",
 ]
+
+
+WITH_NOTHING_ELSE = """
+import re, sys
+from importlib.machinery import PathFinder
+from importlib.metadata import PackageNotFoundError, packages_distributions, requires
+
+def name_of(requirement):
+    return re.match(r"[A-Za-z0-9._-]+", requirement)[0].lower().replace("_", "-")
+
+there, todo = set(), sys.argv.pop(1).split()
+while todo:
+    name = todo.pop()
+    if name not in there:
+        there.add(name)
+        try:
+            todo += [name_of(each) for each in requires(name) or () if "extra ==" not in each]
+        except PackageNotFoundError:
+            pass  # required on another system
+
+class Finder(PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        owners = owners_of.get(name.partition(".")[0], ())
+        absent = owners and there.isdisjoint(name_of(owner) for owner in owners)
+        return None if absent else super().find_spec(name, path, target)
+
+owners_of = packages_distributions()
+sys.meta_path = [Finder if finder is PathFinder else finder for finder in sys.meta_path]
+from wholebatch.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+"""Runs the program where nothing can be imported but some packages and what they require."""
 
 
 @pytest.fixture
@@ -159,3 +195,19 @@ def test_the_module_is_the_program() -> None:
     assert subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout == (
         f"wholebatch {__version__}\n"
     )
+
+
+def test_a_run_needs_all_that_is_installed_with_the_program_and_nothing_else(texts: Path, tmp_path: Path) -> None:
+    _, _, listed = (ROOT / "pyproject.toml").read_text().partition("\ndependencies = [")
+    names = ["wholebatch", *re.findall(r'^    "([\w-]+)', listed.partition("\n]")[0], re.MULTILINE)]
+
+    def run(names: list[str], folder: str) -> subprocess.CompletedProcess[str]:
+        flags = ["train", *TINY, f"--data={texts}", f"--out={tmp_path / folder}"]
+        command = [sys.executable, "-c", WITH_NOTHING_ELSE, " ".join(names), *flags]
+        return subprocess.run(command, capture_output=True, text=True, timeout=50, check=False)
+
+    without = run([name for name in names if name != "numpy"], "without")
+    assert without.returncode == 1 and "Numpy is not available" in without.stderr
+    done = run(names, "run")
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "run" / "checkpoint" / "model.safetensors").is_file()
