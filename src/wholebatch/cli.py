@@ -31,7 +31,18 @@ wholebatch: train on the batch you meant, on the memory you have.
   wholebatch --version
 """
 
-PACKAGES = ("torch", "numpy", "safetensors", "rich", "tyro", "PyYAML", "transformers", "accelerate", "lightning", "ultralytics")
+PACKAGES = (
+    "torch",
+    "numpy",
+    "safetensors",
+    "rich",
+    "tyro",
+    "PyYAML",
+    "transformers",
+    "accelerate",
+    "lightning",
+    "ultralytics",
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
