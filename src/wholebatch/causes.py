@@ -15,6 +15,7 @@ from wholebatch.errors import LossError, SplitError
 from wholebatch.finding import Change, Finding
 from wholebatch.gradient import LossFunction
 from wholebatch.reference import Gradients, Reference, hooks_of, rows_or_one
+from wholebatch.survey import uses_batch_statistics
 
 
 def counts_differ(truth: Reference, in_pieces: Reference) -> bool:
@@ -166,12 +167,6 @@ def where_rows_meet(
     except (SplitError, LossError, TypeError):  # a batch that the detector can't cut in halves
         return None
     return str(found) if found else None
-
-
-def uses_batch_statistics(module: nn.Module) -> bool:
-    """Tell whether a layer normalises by the statistics of the rows it is given."""
-    kind = nn.modules.batchnorm._BatchNorm
-    return isinstance(module, kind) and (module.training or module.running_mean is None)
 
 
 def unexplained(size: Comparison, why: str) -> Finding:

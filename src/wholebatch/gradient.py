@@ -32,12 +32,12 @@ from wholebatch.denominators import (
 )
 from wholebatch.errors import LossError, SyncError
 from wholebatch.loss import Answer, Count, read
-from wholebatch.norms import pooled
+from wholebatch.norms import Pooled, pooled
 from wholebatch.options import Options, checked
 from wholebatch.precision import Gradients, foreign_leaves, reentrant
 from wholebatch.ranks import ranks_of
 from wholebatch.reach import reach_of
-from wholebatch.recovery import Recovery, Redo
+from wholebatch.recovery import Record, Recovery, Redo
 from wholebatch.refusals import refuse_foreign, refuse_inexact, refuse_moved
 from wholebatch.shares import Shares, weighted
 from wholebatch.sizes import Auto, Size
@@ -251,8 +251,8 @@ class _Run:
     def _attempt(self, denominators: Denominators) -> Pending:
         """Run every piece, agree with all ranks before gradients travel, and leave one factor to be applied."""
         tally = Tally()
-        with pooled(self.survey.model, self.options.get("batch_norm") == "pooled"):
-            waiting, micro_batches = self._run_pieces(tally, denominators)
+        with pooled(self.survey.model, self.options.get("batch_norm") == "pooled") as pool:
+            waiting, micro_batches = self._run_pieces(tally, denominators, pool)
         if self.looks > 0:
             self._refuse_moved_buffers(micro_batches)
         self.window.backward()
@@ -279,7 +279,7 @@ class _Run:
         result = Result(**sums.report(self.device), micro_batches=micro_batches, rows=rows)
         return Pending(result, self.gradients, factor, sums.alive, tally.losses)
 
-    def _run_pieces(self, tally: Tally, denominators: Denominators) -> tuple[Answer | None, int]:
+    def _run_pieces(self, tally: Tally, denominators: Denominators, pool: Pooled | None) -> tuple[Answer | None, int]:
         """Run the pieces; return the last answer if its backward waits for the agreement, and how many ran."""
         waiting: Answer | None = None
 
@@ -287,7 +287,8 @@ class _Run:
             self._propagate(self._admitted(piece, tally, denominators), denominators)
 
         if self.recovery is not None:
-            ran = sum(self.recovery.run(piece, tally, whole_piece) for piece in self.pieces)
+            records: list[Record] = [tally] if pool is None else [tally, pool]
+            ran = sum(self.recovery.run(piece, records, whole_piece) for piece in self.pieces)
             self.recovery.rest()
             return None, ran
         answered = self._met if self.ranks.meets or self.travel is Travel.EVERY else self._admitted
@@ -393,7 +394,7 @@ class _Run:
             if self.recovery is None or piece is None:
                 look(piece)
             else:
-                self.recovery.run(piece, tally, look)
+                self.recovery.run(piece, [tally], look)
         sums = tally.sums()
         before = sums if self.recovery is None else None  # in other pieces, other dropout is drawn
         return self._known(sums, "The counting pass", counted_divisors, before)

@@ -110,15 +110,9 @@ class Pooled(TorchFunctionMode):
                 _counter(layer).copy_(before + 1)
 
 
-def pooled(model: nn.Module, wanted: bool) -> AbstractContextManager[Any]:
+def pooled(model: nn.Module, wanted: bool) -> AbstractContextManager[Pooled | None]:
     """Pool running statistics over a block, or leave everything as it is."""
     return Pooled(model) if wanted else nullcontext()
-
-
-def pooling() -> Pooled | None:
-    """Return the pooling now in force, if there is one: its rows are taken back with a micro-batch that failed."""
-    ask: Callable[[], list[Any]] = torch.overrides._get_current_function_mode_stack  # torch 2.6 to 2.14
-    return next((mode for mode in reversed(ask()) if isinstance(mode, Pooled)), None)
 
 
 def recalibrate(

@@ -8,22 +8,17 @@ numbers, its halves draw others, and the window is run from its start.
 
 from __future__ import annotations
 
-import pickle
-import random
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from wholebatch.batch import Nest
 from wholebatch.errors import OutOfMemoryError
 from wholebatch.memory import is_out_of_memory, peak_bytes, release, words_of
-from wholebatch.norms import pooling
 from wholebatch.precision import Gradients
 from wholebatch.sizes import Auto, Tokens
 from wholebatch.state import State
-from wholebatch.sums import Tally
 from wholebatch.survey import Survey
 from wholebatch.window import Piece
 
@@ -40,6 +35,16 @@ class Redo(Exception):
         self.fitting = fitting
 
 
+class Record(Protocol):
+    """What is written down of every piece, and taken back of one that failed."""
+
+    def mark(self) -> Any:
+        """Return how much there is, to rewind to."""
+
+    def rewind(self, mark: Any) -> None:
+        """Forget what has come since a mark."""
+
+
 class Recovery:
     """Runs pieces of an `Auto` size.
 
@@ -53,14 +58,14 @@ class Recovery:
         self._auto, self._survey, self._gradients = auto, survey, gradients
         self._failed = False
 
-    def run(self, piece: Piece, tally: Tally, work: Callable[[Piece], None]) -> int:
+    def run(self, piece: Piece, records: Sequence[Record], work: Callable[[Piece], None]) -> int:
         """Run the work on a piece, in as many parts as memory wants; return how many those were.
 
         Raises:
             OutOfMemoryError: if one row alone does not fit.
             Redo: if what the failed backward added cannot be told apart.
         """
-        return sum(self._attempt(part, tally, work) for part in self.fitting(piece))
+        return sum(self._attempt(part, records, work) for part in self.fitting(piece))
 
     def fitting(self, piece: Piece) -> Iterator[Piece]:
         """Split a piece beforehand that is larger than what has failed in this window."""
@@ -76,31 +81,27 @@ class Recovery:
         if not self._failed:
             self._auto.rest()
 
-    def _attempt(self, piece: Piece, tally: Tally, work: Callable[[Piece], None]) -> int:
-        state, mark = State(self._survey), tally.mark()
-        pool = pooling()
-        pooled = None if pool is None else pool.mark()
+    def _attempt(self, piece: Piece, records: Sequence[Record], work: Callable[[Piece], None]) -> int:
+        state, marks = State(self._survey), [(record, record.mark()) for record in records]
         self._gradients.fired.clear()
         said = self._try(piece, work)
         if said is None:
             return 1
         release()
-        drawn = _random_states(self._survey)
+        # Other masks are drawn for a piece than for its halves: the gradient would be made of both.
+        mixed = bool(self._gradients.fired) and state.drew()
         state.restore()
-        # A device draws other masks for a piece than for its halves: the gradient would be made of both.
-        drew = bool(self._gradients.fired) and not _same(drawn, _random_states(self._survey))
-        tally.rewind(mark)
-        if pool is not None and pooled is not None:
-            pool.rewind(pooled)
+        for record, mark in marks:
+            record.rewind(mark)
         self._failed = True
         self._auto.shrink(piece.held)
         halves = piece.halves()
         if halves is None:
             raise OutOfMemoryError(self._final(piece, said))
-        if self._gradients.torn or drew:
+        if self._gradients.torn or mixed:
             raise Redo(self.fitting)
         apart = self._gradients.set_apart()
-        parts = sum(self.run(half, tally, work) for half in halves)
+        parts = sum(self.run(half, records, work) for half in halves)
         self._gradients.put_in(apart)
         return parts
 
@@ -128,19 +129,3 @@ class Recovery:
             "Try activation checkpointing (wb.checkpointed(model)), offload=True on a device, shorter rows, "
             f"or parameters in {torch.bfloat16}."
         )
-
-
-def _random_states(survey: Survey) -> list[Any]:
-    """Where all generators stand that a forward draws from."""
-    devices = [device for device in survey.devices if device.type != "cpu"]
-    numpy = sys.modules.get("numpy")
-    return [
-        random.getstate(),
-        torch.get_rng_state(),
-        *(getattr(torch, device.type).get_rng_state(device) for device in sorted(devices, key=str)),
-        None if numpy is None else pickle.dumps(numpy.random.get_state()),
-    ]
-
-
-def _same(one: Sequence[Any], two: Sequence[Any]) -> bool:
-    return all(torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in zip(one, two, strict=True))

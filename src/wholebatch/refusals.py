@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from wholebatch.errors import InexactError, SyncError
 from wholebatch.options import Options
 from wholebatch.state import State
-from wholebatch.survey import Survey
+from wholebatch.survey import Survey, uses_batch_statistics
 from wholebatch.window import Piece
 
 
@@ -66,11 +66,7 @@ def refuse_foreign(leaves: Sequence[Tensor]) -> None:
 
 
 def _refuse_batch_norm(survey: Survey, pieces: Sequence[Piece]) -> None:
-    layers = [
-        layer
-        for layer in (*survey.modules, *survey.outside)
-        if isinstance(layer, nn.modules.batchnorm._BatchNorm) and (layer.training or layer.running_mean is None)
-    ]
+    layers = [layer for layer in (*survey.modules, *survey.outside) if uses_batch_statistics(layer)]
     if not layers:
         return
     rows = [piece.rows for piece in pieces]

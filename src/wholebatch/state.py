@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import random
 import sys
 from typing import Any, NamedTuple
@@ -29,8 +30,7 @@ class State:
         self._python = random.getstate()
         self._torch = torch.get_rng_state()
         self._devices = [(device, _generator_state(device)) for device in _accelerators(self._survey)]
-        numpy = sys.modules.get("numpy")
-        self._numpy: Any = None if numpy is None else numpy.random.get_state()
+        self._numpy = _numpy_state()
         self._buffers = _held(self._survey) if buffers else []
 
     def restore(self) -> None:
@@ -49,6 +49,15 @@ class State:
     def moved(self) -> list[str]:
         """Name the counters and buffers of real numbers that changed since; on a device, those changed in place."""
         return [self._survey.path(held.module, held.name) for held in self._buffers if held.moved()]
+
+    def drew(self) -> bool:
+        """Tell whether random numbers have been drawn since."""
+        return (
+            random.getstate() != self._python
+            or not torch.equal(torch.get_rng_state(), self._torch)
+            or any(not torch.equal(_generator_state(device), state) for device, state in self._devices)
+            or pickle.dumps(_numpy_state()) != pickle.dumps(self._numpy)
+        )
 
     def restore_random(self) -> None:
         """Go back to the random state alone and leave the buffers as they are now."""
@@ -90,6 +99,12 @@ def _held(survey: Survey) -> list[_Held]:
 
 def _accelerators(survey: Survey) -> list[torch.device]:
     return sorted((device for device in survey.devices if device.type != "cpu"), key=str)
+
+
+def _numpy_state() -> Any:
+    """NumPy's global state; None while it is not loaded."""
+    numpy = sys.modules.get("numpy")
+    return None if numpy is None else numpy.random.get_state()
 
 
 def _generator_state(device: torch.device) -> Tensor:

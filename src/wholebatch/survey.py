@@ -19,6 +19,12 @@ class Owned(NamedTuple):
     buffer: Tensor
 
 
+def uses_batch_statistics(module: nn.Module) -> bool:
+    """Tell whether a layer is a BatchNorm that normalises by the statistics of the rows it is given."""
+    kind = nn.modules.batchnorm._BatchNorm
+    return isinstance(module, kind) and (module.training or module.running_mean is None)
+
+
 class Survey:
     """The modules, parameters and buffers of a model, each once, from a single walk.
 
