@@ -155,11 +155,15 @@ class DealtBatches(Sampler[list[int]]):
 
     def _order(self) -> list[int]:
         """The rows in the order in which this epoch takes them."""
-        if not self.shuffle:
-            return list(range(self._rows))
-        generator = torch.Generator().manual_seed(self.seed * 1_000_003 + self.epoch)
-        order: list[int] = torch.randperm(self._rows, generator=generator).tolist()
-        return order
+        return shuffled(self._rows, self.seed, self.epoch) if self.shuffle else list(range(self._rows))
+
+
+def shuffled(rows: int, seed: int, epoch: int) -> list[int]:
+    """Return the numbers of all rows in the order of an epoch."""
+    # A prime far above any number of epochs keeps neighbouring seeds from sharing an order.
+    draws = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
+    order: list[int] = torch.randperm(rows, generator=draws).tolist()
+    return order
 
 
 def _heaviest_first(

@@ -245,10 +245,10 @@ class _Losses:
         answer = read(self._loss_fn(real, move(self._targets.take(rows), device)), len(rows))
         if answer is None:
             return 0.0
-        terms = {key: term for key, term in answer.terms.items() if term.kind != "once" or rows[0] == 0}
-        answer = replace(answer, terms=terms)
+        if rows[0]:
+            answer = answer.without([key for key, term in answer.terms.items() if term.kind == "once"])
         self._answers[rows[0]] = _detached(answer)
-        outputs, seeds = self._shares.of(answer, self._denominators) if terms else ([], [])
+        outputs, seeds = self._shares.of(answer, self._denominators) if answer.terms else ([], [])
         return sum(torch.sum(part * seed) for part, seed in zip(outputs, seeds, strict=True) if seed is not None)
 
 

@@ -255,8 +255,8 @@ def hash_of(schema: Schema) -> int:
     return value + 1
 
 
-def message_device(group: dist.ProcessGroup, near: torch.device | None) -> torch.device:
-    """Say where a group's messages must lie: with the model if the group has no backend for the host."""
+def message_device(group: dist.ProcessGroup | None, near: torch.device | None) -> torch.device:
+    """Say where a group's messages (None: of all ranks) must lie: with the model if it has no backend for the host."""
     alone = dist.get_backend(group) == "nccl"
     return near if alone and near is not None else torch.device("cpu")
 

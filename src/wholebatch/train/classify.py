@@ -10,12 +10,13 @@ from torch import nn
 
 import wholebatch as wb
 from wholebatch.batch import move
+from wholebatch.precision import device_of
 from wholebatch.train.config import Config
 from wholebatch.train.data import held_out
 from wholebatch.train.errors import ConfigError
 from wholebatch.train.model import classifier, parameters_of
 from wholebatch.train.tables import Sample, content, read_table, standardise
-from wholebatch.train.task import Batch, Task, device_of, digest
+from wholebatch.train.task import Batch, Task, digest
 from wholebatch.train.words import DEFAULT_BATCH
 from wholebatch.window import pieces_of
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-import torch
-
+from wholebatch.dealing import shuffled
 from wholebatch.train.errors import ConfigError
 
 
@@ -64,8 +63,4 @@ class Order:
         return f"{self.rows:,} rows = {full:,} batch{'es' if full > 1 else ''} of {self.batch_size}{last}"
 
 
-@lru_cache(maxsize=1)
-def _shuffled(rows: int, seed: int, epoch: int) -> list[int]:
-    # A prime far above any number of epochs keeps neighbouring seeds from sharing an order.
-    draws = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
-    return torch.randperm(rows, generator=draws).tolist()
+_shuffled = lru_cache(maxsize=1)(shuffled)

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 import wholebatch as wb
 from wholebatch.batch import move
-from wholebatch.train.task import Loss, Task, device_of
+from wholebatch.precision import device_of
+from wholebatch.train.task import Loss, Task
 from wholebatch.window import pieces_of
 
 

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
-import torch
 from torch import Tensor, nn
 
 import wholebatch as wb
@@ -154,8 +153,3 @@ def digest(parts: Iterable[bytes]) -> str:
         hashed.update(len(part).to_bytes(8, "big"))
         hashed.update(part)
     return hashed.hexdigest()
-
-
-def device_of(model: nn.Module) -> torch.device:
-    """Return where a model is."""
-    return next(model.parameters()).device

@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 import wholebatch as wb
 from wholebatch.dealing import deal
 from wholebatch.ranks import refuse_older
+from wholebatch.sync import message_device
 from wholebatch.train.display import Display
 from wholebatch.train.errors import RunError
 from wholebatch.train.machine import device_named
@@ -91,7 +92,7 @@ class Team:
         """Add numbers up over all processes."""
         if self.world == 1:
             return list(numbers)
-        summed = torch.tensor(numbers, dtype=torch.float64, device=_message_device())
+        summed = torch.tensor(numbers, dtype=torch.float64, device=message_device(None, torch.device("cuda")))
         dist.all_reduce(summed)
         totals: list[float] = summed.tolist()
         return totals
@@ -178,7 +179,3 @@ def interrupted_run(out: Path | None, settings: str) -> Path | None:
     begun = [f for f in folders if (f / "config.yaml").is_file() and not (f / "summary.json").exists()]
     same = [f for f in begun if (f / "config.yaml").read_text(encoding="utf-8") == settings]
     return same[-1] if same else None
-
-
-def _message_device() -> torch.device:
-    return torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")

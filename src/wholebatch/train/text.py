@@ -14,11 +14,12 @@ from torch.nn.utils.rnn import pad_sequence
 
 import wholebatch as wb
 from wholebatch.batch import move
+from wholebatch.precision import device_of
 from wholebatch.train.config import Config
 from wholebatch.train.corpus import docstrings
 from wholebatch.train.data import held_out, read_texts
 from wholebatch.train.language import Bytes, HuggingFace, Language
-from wholebatch.train.task import Batch, Task, device_of, digest
+from wholebatch.train.task import Batch, Task, digest
 from wholebatch.window import pieces_of
 
 IGNORED = -100
