@@ -219,6 +219,7 @@ class _Run:
         self.single = len(pieces) < 2 and auto is None and self.travel is Travel.LAST
         self.explored = self.single and not distributed
         self.start: State | None = None
+        # At buffers: after the first forward, and after the last.
         self.looks = 0 if self.explored or options.get("batch_norm") is not None else 2
         gradients.include(ranks.leaves())
 
