@@ -188,3 +188,46 @@ def test_a_budget_that_only_the_second_forward_passes_splits_the_piece() -> None
     wb.backward(reference, squares, wb.Window(rows.split(8)))
     assert sizes[1:] == [16, 8, 8, 8, 8]
     assert_same_gradient(ours, gradients_of(reference))
+
+
+def language_model(name: str) -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    if name == "GPT-2":
+        config = transformers.GPT2Config(
+            vocab_size=64, n_positions=16, n_embd=16, n_layer=2, n_head=2, bos_token_id=1, eos_token_id=2
+        )
+        return transformers.GPT2LMHeadModel(config).double().eval()  # type: ignore[no-any-return]
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = transformers.LlamaConfig(vocab_size=64, num_key_value_heads=2, **sizes)
+    return transformers.LlamaForCausalLM(config).double().eval()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("name", ["GPT-2", "Llama"])
+def test_a_cache_of_keys_and_values_is_not_written_to_twice(name: str) -> None:
+    ids = torch.randint(3, 64, (6, 8), generator=torch.Generator().manual_seed(1))
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids).index_fill(1, torch.tensor([7]), 0)}
+
+    def loss_fn(model: nn.Module, batch: Any) -> Any:
+        return wb.losses.causal_lm(model(**batch).logits, batch["input_ids"])
+
+    model = language_model(name)
+    assert model.config.use_cache
+    wb.backward(model, loss_fn, batch, 4)
+    plain = gradients_of(model)
+    model.zero_grad()
+    with checkpointed(model):
+        wb.backward(model, loss_fn, batch, 4)
+    assert_same_gradient(model, plain)
+    block = next(iter(find_blocks(model).values()))
+    forward = block.forward
+    block.forward = lambda *args, **kwargs: checkpoint(forward, *args, use_reentrant=False, **kwargs)
+    with pytest.raises(RuntimeError, match="must match the size"):  # the naive way reads every key twice
+        wb.backward(model, loss_fn, batch, 4)
+
+
+def test_a_plan_is_made_for_a_model_that_keeps_keys_and_values() -> None:
+    ids = torch.randint(3, 64, (4, 8), generator=torch.Generator().manual_seed(1))
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids).index_fill(1, torch.tensor([7]), 0)}
+    model = language_model("Llama")
+    found = wb.plan(model, lambda m, b: wb.losses.causal_lm(m(**b).logits, b["input_ids"]), batch, memory=10**9)
+    assert len(found.measured) > 1

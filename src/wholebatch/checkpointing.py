@@ -48,7 +48,8 @@ def checkpointed(model: nn.Module, blocks: str | type[nn.Module] | Sequence[str]
     Uses ``torch.utils.checkpoint`` without reentrant backwards. The gradient is bit-equal, dropout included, and the
     blocks' buffers (BatchNorm's running statistics) move once, where torch alone moves them twice. Costs about one
     more forward of the blocks; pays where a micro-batch would otherwise be one or two rows. Names of parameters and
-    the state dict stay as they are. A Hugging Face model has its own switch, ``gradient_checkpointing_enable()``.
+    the state dict stay as they are; the blocks are given no caches of keys and values meanwhile. A Hugging Face model
+    has its own switch, ``gradient_checkpointing_enable()``.
 
     Args:
         model: whose blocks are wrapped until the returned handle's ``remove()``.
@@ -123,10 +124,20 @@ class _Again:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return self._forward(*args, **kwargs)
+        # A second forward would write behind what the first has written, and attend to everything twice.
+        args = tuple(None if _is_cache(value) else value for value in args)
+        kwargs = {name: None if _is_cache(value) else value for name, value in kwargs.items()}
+        if kwargs.get("use_cache"):
+            kwargs["use_cache"] = False
         return checkpoint(self._forward, *args, use_reentrant=False, context_fn=self._contexts, **kwargs)
 
     def _contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         return nullcontext(), _second_forward(self._block, counting_again())
+
+
+def _is_cache(value: Any) -> bool:
+    """Tell whether an argument keeps keys and values for the next token: of no use where a gradient is wanted."""
+    return hasattr(value, "get_seq_length") and hasattr(value, "update")
 
 
 @contextmanager
