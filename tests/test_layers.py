@@ -16,7 +16,20 @@ SOURCE = Path(__file__).parents[1] / "src" / "wholebatch"
 LAYERS = (
     ("errors",),
     # facts: about losses, numbers, models and batches
-    ("reach", "survey", "state", "loss", "losses", "precision", "sums", "denominators", "shares", "moments", "norms"),
+    (
+        "draws",
+        "reach",
+        "survey",
+        "state",
+        "loss",
+        "losses",
+        "precision",
+        "sums",
+        "denominators",
+        "shares",
+        "moments",
+        "norms",
+    ),
     ("leaves", "batch", "memory", "checkpointing"),
     # the batch and its pieces
     ("padding", "sizes", "window", "dealing"),
