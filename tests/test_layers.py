@@ -14,7 +14,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "wholebatch"
 
 # From the ground up. A room imports from the lines above its own, and within its line from the names to its left.
 LAYERS = (
-    ("errors",),
+    ("errors", "amounts"),
     # facts: about losses, numbers, models and batches
     (
         "draws",

@@ -79,6 +79,41 @@ def test_nothing_fitting_is_an_error_with_the_parts() -> None:
         plan(build(), squares, ROWS, int(0.1 * MIB))
 
 
+@pytest.mark.parametrize(("words", "size"), [("1GiB", 2**30), ("500 MB", 500_000_000), (8e9, 8_000_000_000)], ids=str)
+def test_memory_may_be_said_in_words(words: Any, size: int) -> None:
+    assert plan(build(), squares, ROWS, words).memory == size
+
+
+@pytest.mark.parametrize(
+    ("memory", "error", "says"),
+    [
+        ("lots", ValueError, "memory is 'lots'; it must be a number of bytes such as 2GiB"),
+        (0, ValueError, "memory is 0; it must be a number of bytes"),
+        ([2], TypeError, r"memory is \[2\], of type list; pass a number of bytes: .*memory=\"2GiB\""),
+        (True, TypeError, "of type bool; pass a number of bytes"),
+        (0.5, TypeError, "of type float; pass a number of bytes"),
+    ],
+    ids=str,
+)
+def test_what_is_no_memory_is_refused(memory: Any, error: type[Exception], says: str) -> None:
+    with pytest.raises(error, match=says):
+        plan(build(), squares, ROWS, memory)
+
+
+def test_a_batch_without_rows_cannot_be_planned() -> None:
+    with pytest.raises(wb.SplitError, match=r"no rows.*wb\.plan\(model, loss_fn, next\(iter\(loader\)\)\)"):
+        plan(build(), squares, ROWS[:0])
+
+
+def test_a_plan_and_a_handle_are_read_in_a_line() -> None:
+    said = repr(plan(build(), squares, ROWS, "10MiB"))
+    assert said.startswith("Plan of 64 rows in 10 MiB: ")
+    assert "1 x 64 rows at most" in said and "weights 0.4 MiB" in said and len(said) < 400
+    with checkpointed(build()) as handle:
+        assert repr(handle) == "Checkpointed(6 blocks of Block: 0, ..., 5)"
+    assert repr(handle) == "Checkpointed(removed)"
+
+
 def test_planning_leaves_no_trace() -> None:
     model = build()
     wb.backward(model, squares, ROWS)

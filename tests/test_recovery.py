@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import wholebatch as wb
 from tests.oracle import assert_differs, assert_same_gradient, assert_same_parameters, gradients_of, whole_batch
-from wholebatch.memory import SavedBytes, is_out_of_memory
+from wholebatch.memory import SavedBytes
 
 BLOCKS = 3
 
@@ -427,22 +427,6 @@ def test_without_auto_running_out_of_memory_is_an_error_that_takes_its_share_bac
     with pytest.raises(torch.OutOfMemoryError):
         run(model, IDS, 8)
     assert all(torch.equal(p.grad, torch.ones_like(p)) for p in model.parameters() if p.grad is not None)
-
-
-@pytest.mark.parametrize(
-    ("error", "expected"),
-    [
-        (torch.OutOfMemoryError("anything"), True),
-        (RuntimeError("CUDA error: out of memory\nCompile with TORCH_USE_CUDA_DSA"), True),
-        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
-        (RuntimeError("[enforce fail at alloc_cpu.cpp:121] DefaultCPUAllocator: can't allocate memory"), True),
-        (RuntimeError("the batch is out of memory range"), False),
-        (MemoryError(), True),
-    ],
-    ids=["torch", "runtime", "cublas", "host", "other", "python"],
-)
-def test_what_means_out_of_memory(error: BaseException, expected: bool) -> None:
-    assert is_out_of_memory(error) is expected
 
 
 def test_saved_bytes_count_each_storage_once_and_let_go_of_it() -> None:

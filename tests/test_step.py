@@ -50,6 +50,53 @@ def test_a_wrong_argument_is_refused_when_the_step_is_built(
         build(**arguments)
 
 
+@pytest.mark.parametrize(
+    ("word", "meant"),
+    [
+        ("microbatch_size", "micro_batch_size"),
+        ("micro_batchsize", "micro_batch_size"),
+        ("accumulation_steps", "micro_batch_size', the rows of one micro-batch"),
+        ("gradient_accumulation_steps", "micro_batch_size"),
+        ("clip", "max_grad_norm"),
+        ("max_norm", "max_grad_norm"),
+        ("gradient_clip_val", "max_grad_norm"),
+        ("lr_scheduler", "scheduler"),
+        ("grad_scaler", "scaler"),
+        ("scalar", "scaler"),
+        ("criterion", "loss_fn"),
+        ("collate_fn", "collate"),
+        ("acumulate_in", "accumulate_in"),
+    ],
+)
+def test_another_word_for_an_argument_is_answered_with_ours(word: str, meant: str) -> None:
+    with pytest.raises(TypeError, match=f"There is no option '{word}'. Did you mean '{meant}"):
+        build(**{word: 4})
+
+
+@pytest.mark.parametrize("word", ["clip", "max_norm", "lr_scheduler"])
+def test_what_only_a_step_takes_is_said_where_the_gradient_alone_is_wanted(word: str) -> None:
+    with pytest.raises(TypeError, match=r"wb\.Step\(\.\.\., (max_grad_norm|scheduler)=\.\.\.\) takes it"):
+        wb.backward(nn.Linear(3, 2), loss, ROWS, **{word: 1.0})  # type: ignore[arg-type]
+
+
+def test_the_size_stands_in_the_place_that_backward_has_it_in() -> None:
+    model = nn.Linear(3, 2)
+    step = wb.Step(model, torch.optim.SGD(model.parameters(), lr=0.1), loss, 3)
+    assert step(ROWS).micro_batches == wb.backward(model, loss, ROWS, 3).micro_batches == 4
+
+
+def test_what_is_no_scaler_is_refused_wherever_one_is_taken() -> None:
+    model = nn.Linear(3, 2)
+    model.weight.grad = torch.ones_like(model.weight)
+    for call in (
+        lambda: wb.backward(model, loss, ROWS, 4, scaler=3),  # type: ignore[arg-type]
+        lambda: wb.coupled_backward(model, loss, lambda z: z.mean(), ROWS, 4, scaler=3),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(TypeError, match=r"scaler is 3, of type int.*scaler=torch\.amp\.GradScaler"):
+            call()
+    assert torch.equal(model.weight.grad, torch.ones_like(model.weight))
+
+
 def test_one_function_to_call_after_a_step_needs_no_list() -> None:
     calls: list[int] = []
     _, step = build(after_step=lambda: calls.append(1))

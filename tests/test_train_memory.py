@@ -13,10 +13,11 @@ import torch
 import wholebatch as wb
 from tests.test_train_run import Interrupting, assert_same_weights, config, metrics, run, texts  # noqa: F401
 from tests.test_train_tasks import folder_with_a_model, sentences, small  # noqa: F401
+from wholebatch.amounts import bytes_in, in_bytes
 from wholebatch.memory import SavedBytes
 from wholebatch.planner import parts_of
 from wholebatch.train import Config, ConfigError, RunError, learner, train
-from wholebatch.train.machine import bytes_in, in_bytes, room
+from wholebatch.train.machine import room
 from wholebatch.train.task import Tally
 from wholebatch.train.text import Text
 

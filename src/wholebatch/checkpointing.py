@@ -28,6 +28,13 @@ class Checkpointed:
         for block in self._blocks:
             block.forward = _Again(block, block.forward)
 
+    def __repr__(self) -> str:
+        if not self._blocks:
+            return "Checkpointed(removed)"
+        some = self.names if len(self.names) < 4 else [self.names[0], "...", self.names[-1]]
+        blocks = "1 block" if len(self.names) == 1 else f"{len(self.names)} blocks"
+        return f"Checkpointed({blocks} of {type(self._blocks[0]).__name__}: {', '.join(some)})"
+
     def __enter__(self) -> Checkpointed:
         return self
 

@@ -30,7 +30,7 @@ from wholebatch.gradient import Pending, Result
 from wholebatch.loss import Answer, Mean, read
 from wholebatch.memory import is_out_of_memory, release, words_of
 from wholebatch.norms import pooled
-from wholebatch.options import Options, checked
+from wholebatch.options import Options, checked, checked_scaler
 from wholebatch.precision import Gradients, foreign_leaves
 from wholebatch.ranks import ranks_of
 from wholebatch.reach import reach_of
@@ -137,7 +137,7 @@ def accumulate_coupled(
     """Do all of ``coupled_backward`` but the last multiplication, which ``Step`` joins with its clip."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is {type(model).__name__}; pass the torch.nn.Module whose gradient is wanted.")
-    chosen = checked_for_all_rows(options)
+    chosen, scaler = checked_for_all_rows(options), checked_scaler(scaler)
     reaches = [reach_of(function) for function in (*loss.encoders, loss.loss_fn)]
     survey = Survey(model, (module for reach in reaches for module in reach.modules))
     learning = [*survey.parameters, *also, *(leaf for reach in reaches for leaf in reach.leaves)]
@@ -190,7 +190,7 @@ def _fitting(auto: Auto, run: Callable[[int | Tokens], Pending], state: State) -
             pending = run(size)
             auto.rest()
             return pending
-        except (RuntimeError, MemoryError) as error:
+        except (RuntimeError, MemoryError, OSError) as error:
             if not is_out_of_memory(error):
                 raise
             said = words_of(error)

@@ -33,7 +33,7 @@ from wholebatch.denominators import (
 from wholebatch.errors import LossError, SyncError
 from wholebatch.loss import Answer, Count, read
 from wholebatch.norms import Pooled, pooled
-from wholebatch.options import Options, checked
+from wholebatch.options import Options, checked, checked_scaler
 from wholebatch.precision import Gradients, foreign_leaves, reentrant
 from wholebatch.ranks import ranks_of
 from wholebatch.reach import reach_of
@@ -168,7 +168,7 @@ def accumulate(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is {type(model).__name__}; pass the torch.nn.Module whose gradient is wanted.")
-    chosen = checked(options)
+    chosen, scaler = checked(options), checked_scaler(scaler)
     reach = reach_of(loss_fn)
     survey = Survey(model, reach.modules)
     ranks = ranks_of(survey, chosen.get("sync", "last"))

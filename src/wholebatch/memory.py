@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import gc
+import re
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -10,24 +12,47 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from wholebatch.errors import OutOfMemoryError
+from wholebatch.errors import WholeBatchError
 
-PHRASES = (
-    "CUDA out of memory",
-    "CUDA error: out of memory",
-    "HIP out of memory",
-    "CUBLAS_STATUS_ALLOC_FAILED",
-    "CUDNN_STATUS_ALLOC_FAILED",
-    "DefaultCPUAllocator: can't allocate memory",
-    "MPS backend out of memory",
+BEGINS = r"(?:^|[:\].)] )"
+NAMED = r"(?:CUDA|HIP|MPS|XPU|SYCL|NPU|MLU|MUSA|HPU|Triton)"
+SAID = re.compile(
+    "|".join(
+        (
+            # an allocator of torch's, a driver, a runtime: "CUDA out of memory.", "HIP error: out of memory"
+            rf"{BEGINS}{NAMED}(?: backend| driver)?(?: error)?(?: \[\w+\])?:? +(?:code: \d+, \w+: )?out of memory\b",
+            # a kernel library, by the name of its status: CUBLAS_STATUS_ALLOC_FAILED, CUFFT_ALLOC_FAILED
+            r"\b(?-i:(?:CU|HIP|ROC|MI|ACL)[A-Z]*_[A-Z_]*ALLOC(?:ATION)?_FAILED)\b",
+            r"\b(?:rocblas_status_memory_error|RESOURCE_EXHAUSTED: out of memory)\b",
+            r"\b(?:CUDA_ERROR_OUT_OF_MEMORY|cudaErrorMemoryAllocation|hipErrorOutOfMemory|hipErrorMemoryAllocation)\b",
+            r"\b(?:UR_RESULT|ZE_RESULT|PI|CL)_(?:ERROR_)?OUT_OF_(?:DEVICE_MEMORY|HOST_MEMORY|RESOURCES)\b",
+            r"\bCL_MEM_OBJECT_ALLOCATION_FAILURE\b",
+            # cuDNN and cuBLAS, where no room is left for a workspace or a handle
+            r"\bUnable to find a valid cuDNN algorithm\b",
+            r"\bGET was unable to find an engine to execute this computation\b",
+            r"\bcuDNN error: CUDNN_STATUS_NOT_SUPPORTED\b",
+            r"\b(?:CUBLAS|HIPBLAS)_STATUS_NOT_INITIALIZED when calling `(?:cublas|hipblas)(?:Lt)?Create\b",
+            # the host
+            r"\bDefaultCPUAllocator: (?:can't allocate|not enough) memory\b",
+            rf"{BEGINS}(?:not enough memory|cannot allocate memory)\b",
+            rf"{BEGINS}(?:failed|unable) to allocate (?:memory|buffer|workspace|\d)",
+            r"\bstd::bad_alloc\b",
+        )
+    ),
+    re.IGNORECASE | re.MULTILINE,
 )
-"""What runtime errors say that mean the same as ``torch.OutOfMemoryError`` (torch 2.6 to 2.14)."""
+"""What runtime errors say that mean the same as ``torch.OutOfMemoryError`` (torch 2.6 to 2.14, and what it calls).
+
+An error is known by the words of who raises it. Words that stand anywhere ("ran out of memory slots") are none: a piece
+would be cut down to one row for them.
+"""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Tell whether an error means that memory ran out: torch's own class, Python's, or a runtime error that says so.
+    """Tell whether an error means that memory ran out: torch's own class, Python's, or one that says so.
 
-    Python's is that of the host, where NumPy, or a ``collate=`` function, asked for more than there was.
+    Python's is that of the host, where NumPy, or a ``collate=`` function, asked for more than there was. The system's
+    own is known by its number. What another rank said, or a collective that broke, is no shortage of this piece.
 
     Example:
         >>> is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory."))
@@ -35,11 +60,13 @@ def is_out_of_memory(error: BaseException) -> bool:
         >>> is_out_of_memory(RuntimeError("shapes do not match"))
         False
     """
-    if isinstance(error, OutOfMemoryError):
-        return False  # ours is final: one row alone did not fit
+    if isinstance(error, (WholeBatchError, torch.distributed.DistError)):
+        return False  # ours is final: one row alone did not fit, or another rank failed
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
-    return isinstance(error, RuntimeError) and any(phrase in str(error) for phrase in PHRASES)
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    return isinstance(error, RuntimeError) and SAID.search(str(error)) is not None
 
 
 def words_of(error: BaseException) -> str:

@@ -8,6 +8,7 @@ from typing import Any, Literal, TypeAlias, TypedDict
 
 import torch
 from torch import Tensor
+from torch.amp import GradScaler
 
 Counts: TypeAlias = "float | Tensor | Sequence[float | Tensor] | Mapping[str, float | Tensor]"
 
@@ -61,8 +62,40 @@ KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
 """What the other options must be, and how to say it."""
 
 
-def checked(options: Options) -> Options:
+BACKWARD = ("model", "loss_fn", "batch", "micro_batch_size", "scaler")
+"""What ``backward`` takes besides options, by name."""
+
+STEP = (*BACKWARD[:2], *BACKWARD[3:], "optimizer", "max_grad_norm", "scheduler", "after_step", "on_nonfinite")
+"""What ``Step`` takes besides options, by name."""
+
+ELSEWHERE = {
+    "max_grad_norm": "clip|clip_norm|clip_grad|clip_grad_norm|max_norm|grad_clip|gradient_clip_val|grad_norm_clip",
+    "micro_batch_size": "microbatch|micro_batch|micro_batches|micro_bsz|batch_size|chunk_size|chunks"
+    "|per_device_batch_size|per_device_train_batch_size|train_micro_batch_size_per_gpu|accumulation_steps|accumulate_steps|accumulation"
+    "|grad_accumulation_steps|gradient_accumulation_steps|accumulate_grad_batches|num_micro_batches",
+    "scheduler": "lr_scheduler|schedulers|schedule|sched",
+    "scaler": "grad_scaler|amp_scaler|loss_scaler",
+    "loss_fn": "loss|loss_function|loss_func|criterion|compute_loss",
+    "after_step": "ema|callback|callbacks|on_step|hooks",
+    "optimizer": "optim|opt",
+    "items": "count|counts|denominator|denominators|num_items|num_items_in_batch|normalizer",
+    "collate": "collate_fn|collator|data_collator",
+    "accumulate_in": "accumulate_dtype|accum_dtype|grad_dtype|sum_in|precision|dtype",
+    "offload": "cpu_offload|offload_to_cpu|save_on_cpu",
+    "sync": "no_sync|sync_every|gradient_sync|synchronize|synchronise",
+    "on_nonfinite": "skip_nonfinite|skip_nan|on_nan|error_if_nonfinite",
+}
+"""What other tools call these."""
+
+MEANT = {word: ours for ours, words in ELSEWHERE.items() for word in words.split("|")}
+
+
+def checked(options: Options, named: Sequence[str] = BACKWARD) -> Options:
     """Refuse a misspelt option or an unknown choice, which would otherwise be a silent no-op.
+
+    Args:
+        options: as they were given.
+        named: what the function that was called takes besides them.
 
     Raises:
         TypeError: for an option that does not exist; names the nearest.
@@ -70,12 +103,35 @@ def checked(options: Options) -> Options:
     """
     for name, value in options.items():
         if name not in Options.__annotations__:
-            near = difflib.get_close_matches(name, Options.__annotations__, 1)
-            hint = f" Did you mean '{near[0]}'?" if near else ""
-            raise TypeError(f"There is no option '{name}'.{hint} Options: {', '.join(Options.__annotations__)}.")
+            known = (*named, *Options.__annotations__)
+            raise TypeError(f"There is no option '{name}'.{_nearest(name, known)} Options: {', '.join(known[1:])}.")
         if name in CHOICES and value not in CHOICES[name]:
-            known = ", ".join(repr(choice) for choice in CHOICES[name] if choice is not None)
-            raise ValueError(f"{name}={value!r} is not known. Choose one of {known}.")
+            said = ", ".join(repr(choice) for choice in CHOICES[name] if choice is not None)
+            raise ValueError(f"{name}={value!r} is not known. Choose one of {said}.")
         if name in KINDS and value is not None and not KINDS[name][0](value):
             raise TypeError(f"{name}={value!r:.80} is of type {type(value).__name__}; pass {KINDS[name][1]}.")
     return options
+
+
+def checked_scaler(scaler: Any) -> GradScaler | None:
+    """Return a scaler that scales, None for one that is switched off.
+
+    Raises:
+        TypeError: for anything that is no scaler.
+    """
+    if scaler is not None and not isinstance(scaler, GradScaler):
+        raise TypeError(
+            f"scaler is {scaler!r:.80}, of type {type(scaler).__name__}; pass a scaler, which keeps its scale between "
+            "steps: scaler=torch.amp.GradScaler(device)."
+        )
+    return scaler if scaler is not None and scaler.is_enabled() else None
+
+
+def _nearest(name: str, known: Sequence[str]) -> str:
+    """Say which argument was meant, by what other tools call it or by its letters."""
+    meant = MEANT.get(name.lower(), name)
+    if meant not in known and meant in STEP:
+        return f" wb.Step(..., {meant}=...) takes it; beside the gradient alone it is your own call."
+    near = [meant] if meant in known else difflib.get_close_matches(meant, known, 1)
+    rows = ", the rows of one micro-batch" if near == ["micro_batch_size"] else ""
+    return f" Did you mean '{near[0]}'{rows}?" if near else ""

@@ -12,12 +12,13 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
+from wholebatch.amounts import bytes_in, in_bytes
 from wholebatch.batch import Nest, move
 from wholebatch.checkpointing import checkpointed, find_blocks
-from wholebatch.errors import OutOfMemoryError
+from wholebatch.errors import OutOfMemoryError, SplitError
 from wholebatch.gradient import LossFunction, accumulate
 from wholebatch.memory import SavedBytes, is_out_of_memory, offloaded
-from wholebatch.options import Options, checked
+from wholebatch.options import BACKWARD, Options, checked
 from wholebatch.precision import device_of
 from wholebatch.sizes import Tokens
 from wholebatch.state import State
@@ -36,6 +37,8 @@ FEWEST = 1e9
 """What a piece costs, in tokens, where as few as can be are wanted."""
 POINTS = 24
 """Of each curve."""
+PLAN = (*BACKWARD[:3], "memory", "tokens", "optimizer", "blocks")
+"""What ``plan`` takes besides options, by name."""
 
 
 @dataclass(frozen=True)
@@ -93,8 +96,15 @@ class Choice:
     seconds: float
     activations: float
 
+    def said(self, unit: str) -> str:
+        """Say it in one line."""
+        return (
+            f"{self.way}, {self.pieces:,} x {self.micro_batch_size:,} {unit} at most, {self.seconds:.3g} s a step, "
+            f"{in_bytes(self.activations)} of activations"
+        )
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, repr=False)
 class Plan:
     """What running a batch will take, and which way is fastest.
 
@@ -118,6 +128,12 @@ class Plan:
     reason: str
     curves: list[Choice]
 
+    def __repr__(self) -> str:
+        limit = "" if self.memory is None else f" in {in_bytes(self.memory)}"
+        held = ", ".join(f"{name} {in_bytes(size)}" for name, size in self.parts.items())
+        ways = "; ".join(choice.said(self.unit) for choice in self.choices)
+        return f"Plan of {self.rows:,} rows{limit}: {ways}. Besides: {held}."
+
     @property
     def best(self) -> Choice:
         """The fastest way that fits."""
@@ -132,7 +148,7 @@ def plan(
     model: nn.Module,
     loss_fn: LossFunction,
     batch: Any,
-    memory: int | None = None,
+    memory: int | str | None = None,
     *,
     tokens: Tokens | None = None,
     optimizer: torch.optim.Optimizer | None = None,
@@ -150,7 +166,7 @@ def plan(
         model: plain, one process.
         loss_fn: as for :func:`wholebatch.backward`.
         batch: a real one, pieces of which are measured.
-        memory: bytes that may be used in all; None asks for the fastest way without a cap.
+        memory: bytes that may be used in all, a number or "2GiB"; None asks for the fastest way without a cap.
         tokens: how rows are counted in tokens, if the batch is to be cut by tokens; its budget is the most tried.
         optimizer: whose state is counted; without one, two float32 numbers a parameter as in AdamW.
         blocks: what to checkpoint, as for :func:`wholebatch.checkpointed`.
@@ -161,6 +177,8 @@ def plan(
 
     Raises:
         OutOfMemoryError: if no way fits even one row.
+        SplitError: for a batch without rows, or one that cannot be cut.
+        TypeError, ValueError: for a memory that is no number of bytes.
 
     Example:
         >>> model = torch.nn.Sequential(*[torch.nn.Linear(16, 16) for _ in range(4)])
@@ -168,7 +186,8 @@ def plan(
         >>> found.best.pieces * found.best.micro_batch_size >= 64
         True
     """
-    chosen = checked(options)
+    chosen = checked(options, PLAN)
+    memory = None if memory is None else bytes_in(memory)
     cut = _Cut(batch, tokens, chosen)
     parts = parts_of(model, optimizer, batch)
     free = float("inf") if memory is None else float(memory - sum(parts.values()))
@@ -211,6 +230,11 @@ class _Cut:
     def __init__(self, batch: Any, tokens: Tokens | None, options: Options) -> None:
         self._batch, self._tokens, self._options = batch, tokens, options
         self.rows = sum(piece.rows for piece in self._cut(None))
+        if not self.rows:
+            raise SplitError(
+                "The batch has no rows, of which nothing can be measured. Give a real one, as large as it shall be "
+                "trained on: wb.plan(model, loss_fn, next(iter(loader)))."
+            )
         self.least = 1 if tokens is None else max(piece.longest for piece in self.pieces(1))
         held = self.rows if tokens is None else sum(piece.held for piece in self.pieces(tokens.budget))
         self.most = max(self.least, held if tokens is None else min(tokens.budget, held))
@@ -322,7 +346,7 @@ class _Trial:
         """Run one piece; None if it does not fit, which the first of all must."""
         try:
             return self._run(context, piece)
-        except (RuntimeError, MemoryError) as error:
+        except (RuntimeError, MemoryError, OSError) as error:
             if first or not is_out_of_memory(error):
                 raise
         return None

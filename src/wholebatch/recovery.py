@@ -109,7 +109,7 @@ class Recovery:
         """Do the work; return what was said if memory ran out, with no frame of it left alive."""
         try:
             work(piece)
-        except (RuntimeError, MemoryError) as error:
+        except (RuntimeError, MemoryError, OSError) as error:
             if not is_out_of_memory(error):
                 raise
             return words_of(error)

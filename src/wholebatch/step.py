@@ -17,7 +17,7 @@ from wholebatch.coupled import Coupled, accumulate_coupled, checked_for_all_rows
 from wholebatch.errors import LossError, NonFiniteError
 from wholebatch.gradient import LossFunction, Pending, Result, accumulate
 from wholebatch.loss import Count
-from wholebatch.options import Options, checked
+from wholebatch.options import STEP, Options, checked, checked_scaler
 from wholebatch.precision import precise, total_norm
 from wholebatch.sizes import Auto, Size, is_number, whole_entry
 
@@ -81,8 +81,8 @@ class Step:
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         loss_fn: LossFunction | Coupled,
-        *,
         micro_batch_size: Size = None,
+        *,
         max_grad_norm: float | None = None,
         scheduler: Any = None,
         scaler: GradScaler | None = None,
@@ -94,10 +94,12 @@ class Step:
         self.model, self.optimizer, self.loss_fn = model, optimizer, loss_fn
         self.micro_batch_size, self.max_grad_norm = micro_batch_size, max_grad_norm
         self.schedulers = _schedulers(scheduler)
-        self.scaler = _enabled(scaler)
+        self.scaler = checked_scaler(scaler)
         self.after_step = _without_arguments(after_step)
         self.on_nonfinite = on_nonfinite
-        self.options = checked_for_all_rows(options) if isinstance(loss_fn, Coupled) else checked(options)
+        self.options = checked(options, STEP)
+        if isinstance(loss_fn, Coupled):
+            checked_for_all_rows(options)
         self.windows = self.steps = self.rows = 0
 
     def __call__(self, batch: Any) -> StepResult:
@@ -231,16 +233,6 @@ def _counters(state: Any) -> list[int]:
             "of a step. Load what step.state_dict() returned, whole."
         )
     return counters
-
-
-def _enabled(scaler: Any) -> GradScaler | None:
-    """Return a scaler that scales, None for one that is switched off."""
-    if scaler is not None and not isinstance(scaler, GradScaler):
-        raise TypeError(
-            f"scaler is {scaler!r:.80}, of type {type(scaler).__name__}; pass a scaler, which keeps its scale between "
-            "steps: scaler=torch.amp.GradScaler(device)."
-        )
-    return scaler if scaler is not None and scaler.is_enabled() else None
 
 
 def _refuse_arguments(optimizer: object, max_grad_norm: float | None, on_nonfinite: str) -> None:

@@ -16,11 +16,12 @@ from typing import Any, TextIO
 import torch
 
 import wholebatch as wb
+from wholebatch.amounts import bytes_in, in_bytes
 from wholebatch.arrangement import Arrangement
 from wholebatch.planner import Measured, Plan
 from wholebatch.train.config import Config
 from wholebatch.train.errors import ConfigError
-from wholebatch.train.machine import bytes_in, device_named, in_bytes, in_words
+from wholebatch.train.machine import device_named, in_words
 from wholebatch.train.order import Order
 from wholebatch.train.run import TASKS
 from wholebatch.train.words import DEFAULT_BATCH, spoken, translate

@@ -10,8 +10,8 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, Union, get_args, get_origin, get_type_hints
 
+from wholebatch.amounts import bytes_in
 from wholebatch.train.errors import ConfigError
-from wholebatch.train.machine import bytes_in
 
 Scalar: TypeAlias = "int | float | str | bool | None"
 
@@ -122,7 +122,10 @@ class Config:
             if isinstance(value, (int, float)) and not holds(value):
                 raise ConfigError(f"{name} is {value}; it must be {says}.")
         if self.memory is not None:
-            bytes_in(self.memory)
+            try:
+                bytes_in(self.memory)
+            except (TypeError, ValueError) as error:
+                raise ConfigError(str(error)) from None
 
 
 _Rule: TypeAlias = "tuple[str, Callable[[float], bool]]"

@@ -15,11 +15,12 @@ from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
 import wholebatch as wb
+from wholebatch.amounts import bytes_in
 from wholebatch.arrangement import counted
 from wholebatch.memory import is_out_of_memory, words_of
 from wholebatch.train.config import Config
 from wholebatch.train.errors import ConfigError, RunError
-from wholebatch.train.machine import bytes_in, peak_memory_bytes, room
+from wholebatch.train.machine import peak_memory_bytes, room
 from wholebatch.train.order import Order
 from wholebatch.train.task import Tally, Task
 from wholebatch.train.team import Team

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -11,14 +10,13 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
+from wholebatch.amounts import in_bytes
 from wholebatch.memory import SavedBytes
 from wholebatch.planner import parts_of
 from wholebatch.train.errors import ConfigError
 
 Room: TypeAlias = "Callable[[], AbstractContextManager[Any]]"
 """Makes a context in which no more than the allowed memory can be used."""
-
-POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
 
 def device_named(name: str) -> torch.device:
@@ -56,36 +54,6 @@ def peak_memory_bytes(device: torch.device) -> int:
         return 0
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
-
-
-def bytes_in(text: str) -> int:
-    """Read a number of bytes: "2GiB", "1.5 GB", "500000".
-
-    Raises:
-        ConfigError: for anything else, and for none at all.
-
-    Example:
-        >>> bytes_in("2GiB"), bytes_in("1.5 kB")
-        (2147483648, 1500)
-    """
-    found = re.fullmatch(r"(\d+(?:\.\d*)?)\s*([KMGT]?)(i?)B?", text.strip(), re.IGNORECASE)
-    size = 0 if found is None else int(float(found[1]) * (1024 if found[3] else 1000) ** POWERS[found[2].upper()])
-    if size < 1:
-        raise ConfigError(f"memory is {text!r}; it must be a number of bytes such as 2GiB, 800MiB or 1.5GB.")
-    return size
-
-
-def in_bytes(number: float) -> str:
-    """Return bytes as "812 MiB" or "1.4 GiB"; small ones as "3.2 MiB".
-
-    Example:
-        >>> in_bytes(2**31), in_bytes(3.25 * 2**20)
-        ('2.0 GiB', '3.2 MiB')
-    """
-    mebibytes = number / 2**20
-    if mebibytes >= 1024:
-        return f"{mebibytes / 1024:.1f} GiB"
-    return f"{mebibytes:.0f} MiB" if mebibytes >= 10 else f"{mebibytes:.1f} MiB"
 
 
 def room(memory: int | None, model: nn.Module, device: torch.device) -> Room:
