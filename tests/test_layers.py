@@ -21,6 +21,8 @@ LAYERS = (
         "reach",
         "survey",
         "state",
+        "holders",
+        "snapshot",
         "loss",
         "losses",
         "precision",

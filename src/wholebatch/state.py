@@ -26,7 +26,7 @@ class State:
     """
 
     def __init__(self, model: nn.Module | Survey | None = None, buffers: bool = True) -> None:
-        self._survey = model if isinstance(model, Survey) else Survey(model or nn.Module())
+        self._survey = model if isinstance(model, Survey) else Survey(nn.Module() if model is None else model)
         self._python = random.getstate()
         self._torch = torch.get_rng_state()
         self._devices = [(device, _generator_state(device)) for device in _accelerators(self._survey)]

@@ -1,0 +1,180 @@
+"""Everything that a forward can move is named and put back, wherever it is kept."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from wholebatch.snapshot import Snapshot
+from wholebatch.survey import Survey
+
+CALLS = 0
+SETTINGS = SimpleNamespace(scale=1.0)
+
+
+class Slotted:
+    __slots__ = ("seen",)
+
+    def __init__(self) -> None:
+        self.seen = 0
+
+
+class Criterion:
+    """A loss function that keeps values of its own, in every place that there is."""
+
+    total = 0
+
+    def __init__(self) -> None:
+        self.center = torch.zeros(2)
+        self.meters = {"loss": [0.0, {"steps": 0}]}
+        self.recent = deque([1, 2], maxlen=2)
+        self.slotted = Slotted()
+        self.draws = torch.Generator().manual_seed(1)
+        self.noise = np.random.default_rng(1)
+        self.shuffle = random.Random(1)
+        self.table = np.zeros(3)
+        self.seen: set[int] = set()
+
+    def __call__(self, model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
+        global CALLS
+        CALLS += 0
+        out: torch.Tensor = model(rows) * SETTINGS.scale
+        return out
+
+
+class Head(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(3, 2)
+        self.register_buffer("calls", torch.zeros(()))
+        self.fixed = nn.Parameter(torch.ones(2), requires_grad=False)
+        self.normaliser = 10.0
+        self.code = torch.ones(2)
+        self.phase = "warm"
+        self.cached: torch.Tensor | None = None
+        self.helper = [nn.BatchNorm1d(2)]
+
+
+def add(tensor: torch.Tensor) -> None:
+    tensor.data.add_(1)
+
+
+def count_globally(head: Head, criterion: Criterion) -> None:
+    global CALLS
+    CALLS += 1
+
+
+MOVES: dict[str, tuple[Callable[[Head, Criterion], Any], str, str]] = {
+    "a number": (lambda m, c: setattr(m, "normaliser", 9.5), "normaliser", "value"),
+    "a text": (lambda m, c: setattr(m, "phase", "cold"), "phase", "value"),
+    "a new attribute": (lambda m, c: setattr(m, "last_loss", 1.0), "last_loss", "value"),
+    "a buffer in place": (lambda m, c: m.calls.add_(1), "calls", "buffer"),
+    "a buffer replaced": (lambda m, c: setattr(m, "calls", m.calls + 1), "calls", "buffer"),
+    "a frozen parameter": (lambda m, c: add(m.fixed), "fixed", "frozen parameter"),
+    "a parameter": (lambda m, c: add(m.weight), "weight", "parameter"),
+    "a plain tensor in place": (lambda m, c: m.code.mul_(2), "code", "tensor"),
+    "a plain tensor replaced": (lambda m, c: setattr(m, "code", m.code * 2), "code", "tensor"),
+    "a cache": (lambda m, c: setattr(m, "cached", torch.ones(1)), "cached", "tensor"),
+    "statistics of a layer in a list": (lambda m, c: add(m.helper[0].running_mean), "running_mean", "buffer"),
+    "an object's tensor": (lambda m, c: setattr(c, "center", c.center + 1), "Criterion.center", "tensor"),
+    "deep in containers": (lambda m, c: c.meters["loss"][1].update(steps=1), "['steps']", "value"),
+    "a list that grows": (lambda m, c: c.meters["loss"].append(1.0), "['loss'][2]", "value"),
+    "a deque": (lambda m, c: c.recent.append(3), "recent[0]", "value"),
+    "a set": (lambda m, c: c.seen.add(7), "seen[7]", "value"),
+    "a slot": (lambda m, c: setattr(c.slotted, "seen", 1), "slotted.seen", "value"),
+    "an attribute of a class": (lambda m, c: setattr(Criterion, "total", 1), "Criterion.total", "value"),
+    "a global": (count_globally, "test_snapshot.CALLS", "value"),
+    "an object that is a global": (lambda m, c: setattr(SETTINGS, "scale", 2.0), "SETTINGS.scale", "value"),
+    "torch's generator": (lambda m, c: torch.rand(1, generator=c.draws), "draws", "generator"),
+    "NumPy's generator": (lambda m, c: c.noise.random(), "noise", "generator"),
+    "Python's generator": (lambda m, c: c.shuffle.random(), "shuffle", "generator"),
+    "an array": (lambda m, c: c.table.__iadd__(1), "table", "array"),
+}
+
+
+@pytest.mark.parametrize(("move", "name", "kind"), MOVES.values(), ids=MOVES.keys())
+def test_what_has_moved_is_named_and_put_back(move: Callable[..., Any], name: str, kind: str) -> None:
+    head, criterion = Head(), Criterion()
+    before = Snapshot(Survey(head), criterion)
+    assert before.moved() == []
+    move(head, criterion)
+    moved = before.moved()
+    assert [each.kind for each in moved] == [kind] * len(moved)
+    assert any(each.name.endswith(name) for each in moved), moved
+    assert before.restore() == []
+    assert before.moved() == []
+
+
+def test_what_a_loss_function_closes_over_is_named_and_put_back() -> None:
+    step, history = 0, [0.0]
+
+    def loss(model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
+        nonlocal step
+        step += 1
+        history.append(float(step))
+        out: torch.Tensor = model(rows)
+        return out
+
+    model = nn.Linear(2, 1)
+    before = Snapshot(Survey(model), loss)
+    loss(model, torch.ones(1, 2))
+    assert [each.name for each in before.moved()] == ["loss.step", "loss.history[1]"]
+    before.restore()
+    assert (step, history) == (0, [0.0])
+
+
+def test_an_optimizer_that_is_reached_goes_back_with_its_state() -> None:
+    model = nn.Linear(2, 1)
+    adam = torch.optim.Adam(model.parameters())
+
+    def loss(model: nn.Module, rows: torch.Tensor) -> None:
+        model(rows).sum().backward()
+        adam.step()
+
+    loss(model, torch.ones(1, 2))
+    before, moment = Snapshot(Survey(model), loss), adam.state[model.weight]["exp_avg"].clone()
+    loss(model, torch.ones(1, 2))
+    assert {each.kind for each in before.moved()} == {"parameter", "tensor"}
+    before.restore()
+    assert before.moved() == []
+    assert torch.equal(adam.state[model.weight]["exp_avg"], moment)
+
+
+def test_what_is_too_large_to_be_copied_is_named_but_stays() -> None:
+    model = nn.Linear(2, 1)
+    before = Snapshot(Survey(model), keep=0)
+    model.weight.data.add_(1)
+    assert [each.name for each in before.moved()] == ["weight"]
+    assert [each.name for each in before.restore()] == ["weight"]
+
+
+def test_a_tensor_written_with_what_it_held_has_not_moved() -> None:
+    model = nn.BatchNorm1d(2)
+    before = Snapshot(Survey(model))
+    model.running_mean.copy_(model.running_mean.clone())  # type: ignore[union-attr, operator]
+    model.running_var = model.running_var.clone()  # type: ignore[union-attr, operator]
+    assert before.moved() == []
+
+
+def test_a_lazy_layer_is_left_to_itself() -> None:
+    model = nn.Sequential(nn.LazyLinear(2), nn.Linear(2, 1))
+    before = Snapshot(Survey(model))
+    model(torch.ones(1, 3))
+    before.restore()
+    assert model(torch.ones(1, 3)).shape == (1, 1)
+
+
+def test_the_global_random_state_goes_back_unless_it_is_to_stay() -> None:
+    before = Snapshot(Survey(nn.Linear(2, 1)))
+    first = torch.rand(1)
+    before.restore(draws=False)
+    assert not torch.equal(torch.rand(1), first)
+    before.restore()
+    assert torch.equal(torch.rand(1), first)
