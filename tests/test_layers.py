@@ -31,6 +31,7 @@ LAYERS = (
         "shares",
         "moments",
         "norms",
+        "buffers",
     ),
     ("leaves", "batch", "memory", "checkpointing"),
     # the batch and its pieces

@@ -96,6 +96,11 @@ class Gradients:
         else:
             self._wide[id(parameter)] = total.to(self._dtype)
 
+    @property
+    def rounds(self) -> bool:
+        """Whether bringing the sum to its denominator, or into ``.grad``, rounds away what a norm would still see."""
+        return bool(self._wide) or any(is_half(total) for total in self.held())
+
     def scale(self, factor: Count) -> None:
         """Multiply the window's sum by a factor, in float32 or better whatever the gradients' dtype."""
         scale_(self.held(), factor)
@@ -127,12 +132,20 @@ class Gradients:
     @torch.no_grad()
     def round(self) -> None:
         """Bring the sums of parameters of few bits into ``.grad``, rounded once."""
+        self.preview()
+        self._wide.clear()
+        self._homes.clear()
+
+    @torch.no_grad()
+    def preview(self) -> list[Tensor]:
+        """Round into ``.grad`` and keep the wider sums all the same; return what the optimizer would get."""
         for key, total in self._wide.items():
             parameter = self.parameters[key]
             home = self._homes.get(key)
-            parameter.grad = total.to(parameter.dtype) if home is None else home.copy_(total)
-        self._wide.clear()
-        self._homes.clear()
+            if home is None:
+                home = self._homes[key] = torch.empty_like(total, dtype=gradient_dtype(parameter))
+            parameter.grad = home.copy_(total)
+        return [p.grad for p in self.parameters.values() if p.grad is not None]
 
     def drop(self, keep: Callable[[Tensor], bool] = lambda parameter: False) -> None:
         """Take back what the window added and let go of its parameters, except those that ``keep`` names."""
@@ -174,7 +187,9 @@ class Gradients:
                 self._hooks.append(hook)
 
     def _widens(self, parameter: Tensor) -> bool:
-        return self._dtype is not None and _bits(parameter.dtype) < _bits(self._dtype) and parameter.is_floating_point()
+        if self._dtype is None or not parameter.is_floating_point():
+            return False
+        return _bits(gradient_dtype(parameter)) < _bits(self._dtype)
 
     def _record(self, parameter: Tensor) -> None:
         """Note that a backward has added to a parameter."""
@@ -288,6 +303,12 @@ def _shards_of(tensor: Any) -> tuple[Any, ...]:
 def precise(device: torch.device) -> torch.dtype:
     """Name the widest floating-point type of a device."""
     return torch.float32 if device.type == "mps" else torch.float64
+
+
+def gradient_dtype(parameter: Tensor) -> torch.dtype:
+    """Name the dtype of a parameter's gradient: its own, unless ``grad_dtype`` says another (torch 2.10 and newer)."""
+    said: torch.dtype | None = getattr(parameter, "grad_dtype", None)
+    return said or parameter.dtype
 
 
 def _bits(dtype: torch.dtype) -> int:

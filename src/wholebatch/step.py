@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from typing_extensions import Unpack
 
+from wholebatch.buffers import Buffers
 from wholebatch.coupled import Coupled, accumulate_coupled, checked_for_all_rows
 from wholebatch.errors import LossError, NonFiniteError
 from wholebatch.gradient import LossFunction, Pending, Result, accumulate
@@ -30,7 +31,8 @@ class StepResult(Result):
     """What one step did, besides what its loss function said.
 
     Attributes:
-        grad_norm: 2-norm of the whole batch's gradient before the clip, over the optimizer's parameters.
+        grad_norm: 2-norm of the whole batch's gradient before the clip, over the optimizer's parameters, in the
+            precision in which the optimizer gets it.
         stepped: whether the optimizer stepped.
         reason: why not, if it did not.
         lrs: the learning rates of this step, one a parameter group.
@@ -47,8 +49,9 @@ class Step:
 
     In this order: the micro-batches, one reduction over ranks, one clip, the check for finite values, the optimizer,
     the scaler's update, then the schedulers and ``after_step`` if the optimizer really stepped, and
-    ``zero_grad(set_to_none=True)``. Waits for the device once, at the end of the window. Only the optimizer's own
-    parameters are clipped, stepped and zeroed; what the window added to others is taken back.
+    ``zero_grad(set_to_none=True)``; gradients that somebody keeps in a buffer stay there, as zeros. Waits for the
+    device once, at the end of the window. Only the optimizer's own parameters are clipped, stepped and zeroed; what
+    the window added to others is taken back.
 
     Args:
         model: as for :func:`wholebatch.backward`.
@@ -116,22 +119,23 @@ class Step:
                 with it; the gradient then stays in ``.grad``, and nothing else has changed.
         """
         mine = [p for group in self.optimizer.param_groups for p in group["params"]]
+        buffers = Buffers(self.optimizer, first=not self.steps)
         pending = self._accumulate(batch, mine)
         ours = {id(p) for p in mine}
         pending.gradients.drop(keep=lambda parameter: id(parameter) in ours)
-        if not pending.gradients.clean:
+        if pending.gradients.rounds or not pending.gradients.clean:
             pending.merge()
         norm, loss, alive = self._read(pending)
         pending.alive = float(alive)
         lrs = [float(group["lr"]) for group in self.optimizer.param_groups]
         reason = self._refusal(pending, norm, loss, alive)
         if reason is None:
-            self._update(pending, norm)
+            self._update(pending, norm, buffers)
         elif alive and self.scaler is not None:
             pending.finish()
             self.scaler.unscale_(self.optimizer)
             self.scaler.update()
-        self.optimizer.zero_grad(set_to_none=True)
+        buffers.clear()
         self.windows, self.steps = self.windows + 1, self.steps + (reason is None)
         self.rows += pending.result.rows
         return StepResult(**vars(pending.result), grad_norm=norm, stepped=reason is None, reason=reason, lrs=lrs)
@@ -176,7 +180,7 @@ class Step:
         loss = pending.result.loss
         wide = precise(loss.device)
         norm = (
-            total_norm(pending.gradients.held(), loss.device).to(wide)
+            total_norm(pending.gradients.preview(), loss.device).to(wide)
             * _tensor(pending.coefficient, loss.device, wide).abs()
         )
         if self.scaler is not None:
@@ -207,10 +211,11 @@ class Step:
             'stays in .grad. Call optimizer.zero_grad() and go on, pass on_nonfinite="skip", or a scaler for fp16.'
         )
 
-    def _update(self, pending: Pending, norm: float) -> None:
+    def _update(self, pending: Pending, norm: float, buffers: Buffers) -> None:
         pending.finish(1.0 if self.max_grad_norm is None else min(1.0, self.max_grad_norm / (norm + 1e-6)))
         if self.scaler is not None:
             self.scaler.unscale_(self.optimizer)
+        buffers.hand_over()
         self.optimizer.step()
         if self.scaler is not None:
             self.scaler.update()

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from wholebatch.errors import SyncError
-from wholebatch.precision import Gradients
+from wholebatch.precision import Gradients, gradient_dtype
 from wholebatch.sums import Schema, Sums
 from wholebatch.window import Piece
 
@@ -225,7 +225,7 @@ class Peers(Ranks):
         present = self.total(torch.tensor([float(s is not None) for s in sums])).tolist()
         for parameter, total, anywhere in zip(parameters, sums, present, strict=True):
             if anywhere and total is None:
-                gradients.put(parameter, torch.zeros_like(parameter))
+                gradients.put(parameter, torch.zeros_like(parameter, dtype=gradient_dtype(parameter)))
         return [p for p, anywhere in zip(parameters, present, strict=True) if anywhere]
 
     def _union(self, schema: Schema) -> Schema:

@@ -12,6 +12,8 @@ from torch import nn
 
 import wholebatch as wb
 from tests.oracle import assert_differs, assert_same_gradient, gradients_of, relative_error, whole_batch
+from wholebatch.gradient import accumulate
+from wholebatch.precision import total_norm
 
 
 class Dot(nn.Module):
@@ -117,3 +119,78 @@ def test_single_precision_is_as_good_as_one_pass_in_single_precision(rows: int) 
     wb.backward(model, lambda m, x: m(x).square(), x, micro_batch_size=-(-rows // 64))
     assert_same_gradient(model, reference)
     assert relative_error(model, reference) <= 4 * relative_error(once, reference) + 1e-7
+
+
+needs_grad_dtype = pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="grad_dtype came with torch 2.10")
+
+
+@needs_grad_dtype
+@pytest.mark.parametrize("accumulate_in", [None, torch.float32, torch.float64], ids=str)
+def test_gradients_that_torch_itself_keeps_wider_stay_wide(accumulate_in: torch.dtype | None) -> None:
+    model, window, mean = many_pieces()
+    model.w.grad_dtype = torch.float32
+    for times in (1, 2):  # the second window is added to the first
+        wb.backward(model, lambda m, x: m(x), window, accumulate_in=accumulate_in)
+        assert model.w.grad.dtype == torch.float32
+        assert_same_gradient(model, {"w": times * mean["w"]}, tol=2e-6)
+
+
+@needs_grad_dtype
+def test_rounding_them_to_the_parameter_misses_that() -> None:
+    model, window, mean = many_pieces()
+    wb.backward(model, lambda m, x: m(x), window, accumulate_in=torch.float32)
+    assert_differs({"w": model.w.grad.double()}, mean, by=1e-4)
+
+
+@needs_grad_dtype
+def test_a_step_takes_gradients_that_are_wider_than_their_parameters() -> None:
+    model, window, mean = many_pieces()
+    model.w.grad_dtype = torch.float32
+    handed: dict[str, torch.Tensor | None] = {}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    optimizer.step = lambda *_: handed.update(gradients_of(model))  # type: ignore[method-assign]
+    result = wb.Step(model, optimizer, lambda m, x: m(x), accumulate_in=torch.float32)(window)
+    assert_same_gradient(handed, mean, tol=2e-6)
+    assert result.grad_norm == pytest.approx(float(mean["w"].norm()), rel=2e-6)
+
+
+@pytest.mark.parametrize("clip", [None, 1e9, 0.1], ids=["no clip", "a clip that is not reached", "a clip"])
+@pytest.mark.parametrize("accumulate_in", [None, torch.float32], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("held", [False, True], ids=["nothing before", "a gradient before"])
+def test_the_norm_that_is_said_is_that_of_the_gradient_that_the_optimizer_gets(
+    dtype: torch.dtype, accumulate_in: torch.dtype | None, clip: float | None, held: bool
+) -> None:
+    torch.manual_seed(705)
+    model, x = nn.Linear(40, 8).to(dtype), torch.randn(11, 40).to(dtype)
+    for parameter in model.parameters() if held else ():
+        parameter.grad = torch.full_like(parameter, 0.01)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    norms: list[float] = []
+
+    def note(*_: object) -> None:
+        norms.append(float(torch.stack([p.grad.double().norm() for p in model.parameters()]).norm()))
+
+    optimizer.register_step_pre_hook(note)
+    step = wb.Step(model, optimizer, squared, 3, max_grad_norm=clip, accumulate_in=accumulate_in)
+    norm = step(x).grad_norm
+    rounding = 4e-3 if dtype == torch.bfloat16 else 5e-4
+    if clip == 0.1:
+        assert norms[0] == pytest.approx(0.1, rel=rounding)
+    else:
+        assert norms[0] == pytest.approx(norm, rel=1e-6)
+
+
+def squared(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return model(x).float().square().mean(1)
+
+
+def test_the_norm_of_the_sum_before_it_is_rounded_is_another() -> None:
+    torch.manual_seed(705)
+    model, x = nn.Linear(40, 8).bfloat16(), torch.randn(11, 40).bfloat16()
+    pending = accumulate(model, squared, x, 3, accumulate_in=torch.float32)
+    pending.merge()
+    before = float(total_norm(pending.gradients.held(), torch.device("cpu")))
+    pending.gradients.round()
+    after = float(total_norm([p.grad for p in model.parameters()], torch.device("cpu")))
+    assert abs(before / after - 1) > 1e-6
