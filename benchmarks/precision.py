@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 import wholebatch as wb
 from wholebatch.gradient import accumulate
+from wholebatch.precision import Gradients
 from wholebatch.train.model import Decoder
 
 WORDS = 256
@@ -59,7 +60,7 @@ def errors(model: nn.Module, batch: Tensor, pieces: int) -> dict[str, float]:
     wb.backward(model, loss_fn, batch, size)
     narrow = error(gradients(model), reference)
     model.zero_grad()
-    pending = accumulate(model, loss_fn, batch, size, accumulate_in=torch.float32)
+    pending = accumulate(model, loss_fn, batch, size, Gradients(), accumulate_in=torch.float32)
     pending.merge()
     wide = error(pending.gradients.held(), reference)
     pending.gradients.round()

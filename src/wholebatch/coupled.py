@@ -28,10 +28,10 @@ from wholebatch.errors import LossError, OutOfMemoryError, SplitError, SyncError
 from wholebatch.gathering import everyone
 from wholebatch.gradient import Pending, Result
 from wholebatch.loss import Answer, Mean, read
-from wholebatch.memory import is_out_of_memory, release, words_of
+from wholebatch.memory import is_out_of_memory, release, too_few_rows, words_of
 from wholebatch.norms import pooled
 from wholebatch.options import Options, checked, checked_scaler
-from wholebatch.precision import Gradients, foreign_leaves
+from wholebatch.precision import Gradients, all_or_nothing, foreign_leaves
 from wholebatch.ranks import ranks_of
 from wholebatch.reach import reach_of
 from wholebatch.refusals import refuse_foreign, refuse_inexact
@@ -121,14 +121,19 @@ def coupled_backward(
         3
     """
     loss = Coupled(encode, loss_fn, gather)
-    return accumulate_coupled(model, loss, batch, micro_batch_size, scaler=scaler, **options).finish()
+
+    def work(gradients: Gradients) -> Result:
+        return accumulate_coupled(model, loss, batch, micro_batch_size, gradients, scaler=scaler, **options).finish()
+
+    return all_or_nothing(work)
 
 
 def accumulate_coupled(
     model: nn.Module,
     loss: Coupled,
     batch: Any,
-    micro_batch_size: Size = None,
+    micro_batch_size: Size,
+    gradients: Gradients,
     *,
     scaler: GradScaler | None = None,
     also: Iterable[Tensor] = (),
@@ -144,13 +149,14 @@ def accumulate_coupled(
     ranks = ranks_of(survey)
 
     def run(size: int | Tokens | None) -> Pending:
-        gradients = Gradients(learning, ranks.views, chosen.get("accumulate_in") or ranks.accumulate_in)
         with ranks:
             pieces = pieces_of(batch, size, whole=chosen.get("whole", ()), collate=chosen.get("collate"))
             refuse_inexact(survey, pieces, chosen)
             order = None if isinstance(batch, Window) else _order(pieces)
-            with gradients:
-                return _Coupled(survey, loss, pieces, order, ranks, gradients, chosen).pending(scaler)
+            gradients.begin(learning, ranks.views, chosen.get("accumulate_in") or ranks.accumulate_in)
+            pending = _Coupled(survey, loss, pieces, order, ranks, gradients, chosen).pending(scaler)
+            gradients.end()
+            return pending
 
     if not isinstance(micro_batch_size, Auto):
         return run(micro_batch_size)
@@ -159,7 +165,7 @@ def accumulate_coupled(
             f"micro_batch_size={micro_batch_size!r} begins anew when memory runs out, for which the other "
             f"{ranks.world - 1} ranks would have to wait. Give a number of rows or Tokens(...)."
         )
-    return _fitting(micro_batch_size, run, State(survey))
+    return _fitting(micro_batch_size, run, State(survey), gradients)
 
 
 def checked_for_all_rows(options: Options) -> Options:
@@ -182,7 +188,7 @@ def checked_for_all_rows(options: Options) -> Options:
     return checked(options)
 
 
-def _fitting(auto: Auto, run: Callable[[int | Tokens], Pending], state: State) -> Pending:
+def _fitting(auto: Auto, run: Callable[[int | Tokens], Pending], state: State, gradients: Gradients) -> Pending:
     """Begin anew in smaller pieces until they fit: the gradient does not depend on how the batch is cut."""
     while True:
         said, size = "", auto.size
@@ -194,6 +200,11 @@ def _fitting(auto: Auto, run: Callable[[int | Tokens], Pending], state: State) -
             if not is_out_of_memory(error):
                 raise
             said = words_of(error)
+        except ValueError as error:
+            if not auto.shrunk or not too_few_rows(error):
+                raise
+            said = words_of(error)
+        gradients.take_back()
         release()
         state.restore()
         if auto.shrink() == size:

@@ -34,7 +34,7 @@ from wholebatch.errors import LossError, SyncError
 from wholebatch.loss import Answer, Count, read
 from wholebatch.norms import Pooled, pooled
 from wholebatch.options import Options, checked, checked_scaler
-from wholebatch.precision import Gradients, foreign_leaves, reentrant
+from wholebatch.precision import Gradients, all_or_nothing, foreign_leaves, reentrant
 from wholebatch.ranks import ranks_of
 from wholebatch.reach import reach_of
 from wholebatch.recovery import Record, Recovery, Redo
@@ -117,7 +117,11 @@ def backward(
         >>> result.micro_batches, result.rows
         (3, 10)
     """
-    return accumulate(model, loss_fn, batch, micro_batch_size, scaler=scaler, **options).finish()
+
+    def work(gradients: Gradients) -> Result:
+        return accumulate(model, loss_fn, batch, micro_batch_size, gradients, scaler=scaler, **options).finish()
+
+    return all_or_nothing(work)
 
 
 @dataclass
@@ -134,7 +138,7 @@ class Pending:
     losses: list[list[Tensor]]
 
     def finish(self, factor: Count = 1.0) -> Result:
-        """Multiply the window's sum and add it to what ``.grad`` held before."""
+        """Multiply the window's sum and add it to what ``.grad`` held before; all of that may still be taken back."""
         self.merge(factor)
         self.gradients.round()
         return self.result
@@ -155,7 +159,8 @@ def accumulate(
     model: nn.Module,
     loss_fn: LossFunction,
     batch: Any,
-    micro_batch_size: Size = None,
+    micro_batch_size: Size,
+    gradients: Gradients,
     *,
     scaler: GradScaler | None = None,
     also: Sequence[Tensor] = (),
@@ -164,6 +169,7 @@ def accumulate(
     """Run all pieces of a window and leave the last multiplication to the caller.
 
     Args:
+        gradients: nothing yet; what takes the window back if anything fails, until the caller is done.
         also: further tensors whose gradients belong to the window, such as an optimizer's.
     """
     if not isinstance(model, nn.Module):
@@ -175,14 +181,15 @@ def accumulate(
     auto = micro_batch_size if isinstance(micro_batch_size, Auto) else None
     wide = chosen.get("accumulate_in") or ranks.accumulate_in
     learning = [*survey.parameters, *also, *reach.leaves]
-    gradients = Gradients(learning, ranks.views, wide, journal=auto is not None)
     with ranks:
         pieces = pieces_of(batch, micro_batch_size, whole=chosen.get("whole", ()), collate=chosen.get("collate"))
         refuse_inexact(survey, pieces, chosen, auto is not None)
-        with gradients:
-            run = _Run(survey, loss_fn, pieces, scaler, ranks, gradients, auto, chosen)
-            run.explored &= not also  # who names tensors of its own drops what others receive, so they must be known
-            return run.pending()
+        gradients.begin(learning, ranks.views, wide)
+        run = _Run(survey, loss_fn, pieces, scaler, ranks, gradients, auto, chosen)
+        run.explored &= not also  # who names tensors of its own drops what others receive, so they must be known
+        pending = run.pending()
+        gradients.end()
+        return pending
 
 
 class _Recount(Exception):
@@ -338,8 +345,11 @@ class _Run:
         return answer
 
     def _explore(self, answer: Answer) -> None:
-        """Find leaves outside of the model that the window will add to, so that they are mended too."""
-        self.explored = True
+        """Find leaves outside of the model that the window will add to, so that they are mended too.
+
+        A window that may be run again from its start has to know those of every piece.
+        """
+        self.explored = self.recovery is None
         outputs = [output for output, _ in weighted(answer).values()]
         foreign = [leaf for leaf in foreign_leaves(outputs, self.survey) if not self.ranks.owns(leaf)]
         self.gradients.include(foreign)
@@ -368,7 +378,6 @@ class _Run:
                     "Two micro-batches share a graph that was made outside of loss_fn, and the first backward has freed"
                     " it. Compute all that carries gradient inside of loss_fn, from the model and the micro-batch."
                 ) from error
-            self.gradients.torn |= reentrant(outputs)  # then nobody can tell how much of it has been added
             raise
 
     def _without_reducer(self, auto: Auto | None) -> Travel:

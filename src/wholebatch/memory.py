@@ -69,6 +69,11 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and SAID.search(str(error)) is not None
 
 
+def too_few_rows(error: ValueError) -> bool:
+    """Tell whether an error is torch's refusal to normalise a single value by itself, as BatchNorm would one row."""
+    return str(error).startswith("Expected more than 1 value per channel when training")
+
+
 def words_of(error: BaseException) -> str:
     """Return the first line of what an error says; its class, where it says nothing.
 
@@ -217,9 +222,8 @@ class _Saved:
     __slots__ = ("_key", "_size", "_watch", "tensor")
 
     def __init__(self, tensor: Tensor, watch: SavedBytes | None, key: int) -> None:
+        self._watch, self._key, self._size = watch, key, tensor.untyped_storage().nbytes()
         self.tensor = tensor.detach()  # with its node, an output that is saved would hold the graph that holds it
-        self._watch, self._key = watch, key
-        self._size = tensor.untyped_storage().nbytes()
 
     def __del__(self) -> None:
         if self._watch is not None:

@@ -26,7 +26,7 @@ from wholebatch.denominators import Denominators, Known, Provisional, stated_div
 from wholebatch.errors import LossError, SplitError, SyncError
 from wholebatch.gradient import Result
 from wholebatch.loss import Answer, read
-from wholebatch.precision import Gradients, device_of, scale_, total_norm
+from wholebatch.precision import Gradients, all_or_nothing, device_of, scale_, total_norm
 from wholebatch.ranks import refuse_older
 from wholebatch.shares import Shares
 from wholebatch.sums import Sums, Tally, stated_sums
@@ -109,7 +109,18 @@ class Pipeline:
             LossError: if what the loss averages over cannot be known.
             SyncError: on all ranks, if the loss function failed on one.
         """
-        with self._ranks, Gradients(self.parameters) as gradients:
+        return all_or_nothing(lambda gradients: self._backward(gradients, inputs, targets, items, scaler))
+
+    def _backward(
+        self,
+        gradients: Gradients,
+        inputs: Any,
+        targets: Any,
+        items: Callable[[Any], Any] | None,
+        scaler: GradScaler | None,
+    ) -> Result:
+        with self._ranks:
+            gradients.begin(self.parameters)
             rows = Nest((inputs, targets)).count_rows()
             denominators = self._denominators(rows, targets, items)
             self._losses.begin(targets, denominators, Shares(scaler, self._replicas.world, False), self._width(inputs))

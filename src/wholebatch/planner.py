@@ -19,7 +19,7 @@ from wholebatch.errors import OutOfMemoryError, SplitError
 from wholebatch.gradient import LossFunction, accumulate
 from wholebatch.memory import SavedBytes, is_out_of_memory, offloaded
 from wholebatch.options import BACKWARD, Options, checked
-from wholebatch.precision import device_of
+from wholebatch.precision import Gradients, all_or_nothing, device_of
 from wholebatch.sizes import Tokens
 from wholebatch.state import State
 from wholebatch.window import Piece, Window, pieces_of
@@ -363,15 +363,18 @@ class _Trial:
         now = time.perf_counter if cuda else time.process_time
         start, clock = now(), time.perf_counter()
         with context(), nullcontext() if cuda else SavedBytes(ignored=[*model.parameters(), *model.buffers()]) as saved:
-            pending = accumulate(model, self._loss_fn, micro_batch, **self._options)
+            all_or_nothing(lambda gradients: self._without_trace(gradients, micro_batch))
         if cuda:
             torch.cuda.synchronize(device)
         seconds = now() - start
         self._pace = min(self._pace, (time.perf_counter() - clock) / max(seconds, 1e-9))
         peak = torch.cuda.max_memory_allocated(device) - before if saved is None else saved.peak
-        pending.gradients.drop()
         state.restore()
         return float(peak), seconds
+
+    def _without_trace(self, gradients: Gradients, micro_batch: Window[Any]) -> None:
+        accumulate(self._model, self._loss_fn, micro_batch, None, gradients, **self._options)
+        gradients.take_back()
 
 
 def _line(held: Sequence[int], values: Sequence[float]) -> tuple[float, float]:

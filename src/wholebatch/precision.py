@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Iterable, Sequence
-from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 
+from wholebatch.errors import LossError
 from wholebatch.loss import Count, is_half
 from wholebatch.survey import Survey
 
@@ -19,59 +21,70 @@ from wholebatch.survey import Survey
 class Gradients:
     """The gradients of one window, kept apart from what stood in ``.grad`` before it.
 
-    The window's own sum may be multiplied or dropped without touching what the user had accumulated; leaving
-    the ``with`` block by an exception drops it, so ``.grad`` is then as before the call.
+    The window's own sum may be multiplied or dropped without touching what the user had accumulated. Until the window
+    is over, :meth:`take_back` leaves ``.grad`` as it was before :meth:`begin`, whatever has been done since and
+    wherever it was broken off: nothing is changed before it is known how to change it back.
 
-    1. :meth:`__enter__` sets existing gradients aside, so that the window's sum stands alone.
+    1. :meth:`begin` sets existing gradients aside, so that the window's sum stands alone.
     2. Backward passes add to it: in ``.grad``, or in wider buffers for parameters of few bits.
     3. :meth:`scale` brings the sum to its true denominator.
     4. :meth:`merge` adds what was set aside, as ``loss.backward()`` would have done.
     5. :meth:`round` leaves all in ``.grad``, in the parameters' own precision.
 
     Attributes:
-        fired: the parameters that the current backward has added to so far.
-        torn: whether some backward added to a parameter more than once, so that after a failure it cannot be told how
-            much of it is there.
-
-    Args:
-        parameters: the tensors that may receive gradients.
-        views: whether ``.grad`` may be a view into buckets that others write to, so that it must be copied.
-        accumulate_in: the precision of the sum for parameters of fewer bits; None for their own.
-        journal: whether to record which parameters each backward has already added to.
+        parameters: the tensors that may receive gradients, by identity.
+        open: whether what was done since :meth:`begin` may still have to be taken back.
     """
 
-    def __init__(
-        self,
-        parameters: Iterable[Tensor],
-        views: bool = False,
-        accumulate_in: torch.dtype | None = None,
-        journal: bool = False,
-    ) -> None:
-        self.parameters = {id(p): p for p in parameters if p.requires_grad}
-        self.fired: set[int] = set()
-        self.torn = False
-        self._views, self._dtype, self._journal = views, accumulate_in, journal
+    def __init__(self) -> None:
+        self.parameters: dict[int, Tensor] = {}
+        self.open = False
+        self._views = False
+        self._dtype: torch.dtype | None = None
+        self._before: dict[int, Tensor | None] = {}
         self._aside: dict[int, Tensor] = {}
+        self._copies: dict[int, Tensor] = {}
         self._wide: dict[int, Tensor] = {}
         self._homes: dict[int, Tensor] = {}
         self._hooks: list[RemovableHandle] = []
+        self._listening = True
 
-    def __enter__(self) -> Gradients:
-        self._begin(self.parameters.values())
-        return self
+    def begin(
+        self, parameters: Iterable[Tensor], views: bool = False, accumulate_in: torch.dtype | None = None
+    ) -> None:
+        """Set aside what stands in ``.grad``.
 
-    def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
+        Args:
+            parameters: the tensors that may receive gradients.
+            views: whether ``.grad`` may be a view into buckets that others write to, so that it must be copied.
+            accumulate_in: the precision of the sum for parameters of fewer bits; None for their own.
+
+        Raises:
+            LossError: if another window of this thread, still on its way, adds to one of them.
+        """
+        self._views, self._dtype, self._listening, self._hooks = views, accumulate_in, True, []
+        wanted = [parameter for parameter in parameters if parameter.requires_grad]
+        _refuse_window_inside(self, wanted)
+        self.open = True
+        self.include(wanted)
+
+    def end(self) -> None:
+        """Let go of what listens for backward passes; the window runs no more of them."""
+        self._listening = False  # a hook that an interrupt has left behind does nothing
         for hook in self._hooks:
             hook.remove()
-        if kind is not None:
-            self.drop()
 
-    def include(self, leaves: Iterable[Tensor]) -> list[Tensor]:
-        """Take in further leaves that are about to receive gradients; return those that are new."""
-        new = [leaf for leaf in leaves if id(leaf) not in self.parameters]
-        self.parameters.update((id(leaf), leaf) for leaf in new)
-        self._begin(new)
-        return new
+    def take_back(self) -> None:
+        """Leave in ``.grad`` what stood there before, and let go of all parameters."""
+        self.end()
+        self.drop()
+        self.open = False
+
+    def include(self, leaves: Iterable[Tensor]) -> None:
+        """Take in further leaves that are about to receive gradients."""
+        for leaf in leaves:
+            if id(leaf) not in self.parameters:
+                self._set_aside(leaf)
 
     @property
     def clean(self) -> bool:
@@ -101,6 +114,16 @@ class Gradients:
         """Whether bringing the sum to its denominator, or into ``.grad``, rounds away what a norm would still see."""
         return bool(self._wide) or any(is_half(total) for total in self.held())
 
+    def mark(self) -> list[tuple[Tensor | None, int]]:
+        """Return what tells, later, whether a backward has added anything: every sum, and how often it was written."""
+        tensors = (t for key, p in self.parameters.items() for t in (p.grad, self._wide.get(key)))
+        return [(tensor, -1 if tensor is None else tensor._version) for tensor in tensors]
+
+    def moved(self, mark: Sequence[tuple[Tensor | None, int]]) -> bool:
+        """Tell whether anything has been added since a mark. Leaves that were included since have nothing yet."""
+        pairs = zip(mark, self.mark(), strict=False)  # later leaves stand behind those that were there
+        return any(now is not before or version != earlier for (before, earlier), (now, version) in pairs)
+
     def scale(self, factor: Count) -> None:
         """Multiply the window's sum by a factor, in float32 or better whatever the gradients' dtype."""
         scale_(self.held(), factor)
@@ -123,10 +146,11 @@ class Gradients:
             parameter = self.parameters[key]
             total = self.take(parameter)
             if self._widens(parameter):
-                self.put(parameter, before if total is None else total.add_(before))
+                self._wide[key] = before.to(self._dtype, copy=True) if total is None else total.add_(before)
+                self._homes[key] = before
             else:
+                self._copies[key] = before.clone()
                 parameter.grad = before if total is None else before.add_(total)
-        self._homes |= {key: before for key, before in self._aside.items() if key in self._wide}
         self._aside.clear()
 
     @torch.no_grad()
@@ -144,69 +168,108 @@ class Gradients:
             home = self._homes.get(key)
             if home is None:
                 home = self._homes[key] = torch.empty_like(total, dtype=gradient_dtype(parameter))
+            elif home is self._before.get(key) and key not in self._copies:
+                self._copies[key] = home.clone()
             parameter.grad = home.copy_(total)
         return [p.grad for p in self.parameters.values() if p.grad is not None]
 
+    @torch.no_grad()
     def drop(self, keep: Callable[[Tensor], bool] = lambda parameter: False) -> None:
         """Take back what the window added and let go of its parameters, except those that ``keep`` names."""
         for key, parameter in list(self.parameters.items()):
-            if not keep(parameter):
-                self._wide.pop(key, None)
-                parameter.grad = self._aside.pop(key, None)
-                del self.parameters[key]
+            if keep(parameter):
+                continue
+            if key in self._before:  # else it was about to be included, and nothing has been done to it
+                before = self._before[key]
+                if before is not None and key in self._copies:
+                    before.copy_(self._copies[key])
+                parameter.grad = before
+            for kept in (self._before, self._aside, self._copies, self._wide, self._homes, self.parameters):
+                kept.pop(key, None)
 
     def restart(self) -> None:
         """Forget the window's sum and begin it anew."""
+        self._wide.clear()
         for parameter in self.parameters.values():
-            self.put(parameter, None)
+            parameter.grad = None
 
-    def set_apart(self) -> dict[int, Tensor]:
-        """Take out the sums of those parameters that the current backward has already added to."""
-        apart = {}
-        for key in self.fired:
-            total = self.take(self.parameters[key])
-            if total is not None:
-                apart[key] = total
-            self.put(self.parameters[key], None)
-        return apart
-
-    def put_in(self, apart: dict[int, Tensor]) -> None:
-        """Put back what was set apart in place of what has been added since."""
-        for key, total in apart.items():
-            self.put(self.parameters[key], total)
-
-    def _begin(self, parameters: Iterable[Tensor]) -> None:
-        for parameter in parameters:
-            if parameter.grad is not None:
-                grad = parameter.grad
-                self._aside[id(parameter)] = grad.clone() if self._views else grad
-                parameter.grad = None
-            if self._journal or self._widens(parameter):
-                note = self._widen if self._widens(parameter) else self._record
-                hook = parameter.register_post_accumulate_grad_hook(note)  # type: ignore[no-untyped-call]
-                self._hooks.append(hook)
+    def _set_aside(self, parameter: Tensor) -> None:
+        key, before = id(parameter), parameter.grad
+        if before is not None and self._views:
+            before = before.clone()
+        self.parameters[key] = parameter
+        self._before[key] = before  # from here on it is known how to take back what follows
+        if before is not None:
+            self._aside[key] = before
+            parameter.grad = None
+        if self._widens(parameter):
+            hook = parameter.register_post_accumulate_grad_hook(self._widen)  # type: ignore[no-untyped-call]
+            self._hooks.append(hook)
 
     def _widens(self, parameter: Tensor) -> bool:
         if self._dtype is None or not parameter.is_floating_point():
             return False
         return _bits(gradient_dtype(parameter)) < _bits(self._dtype)
 
-    def _record(self, parameter: Tensor) -> None:
-        """Note that a backward has added to a parameter."""
-        key = id(parameter)
-        if key in self.fired:
-            self.torn = True
-        else:
-            self.fired.add(key)
-
     def _widen(self, parameter: Tensor) -> None:
-        """Move what a backward has added to the wider sum."""
-        self._record(parameter)
+        """Move what a backward has added to the wider sum; if there is no memory to, the sum is as it was."""
         key, grad = id(parameter), parameter.grad
-        if grad is not None:
+        if grad is not None and self._listening:
+            parameter.grad = None
             total = self._wide.get(key)
             self._wide[key] = grad.to(self._dtype) if total is None else total.add_(grad)
-            parameter.grad = None
+
+
+T = TypeVar("T")
+
+
+def all_or_nothing(work: Callable[[Gradients], T]) -> T:
+    """Run what adds to ``.grad``. If it raises, at whatever line, every ``.grad`` is as it was before.
+
+    Example:
+        >>> weight = torch.ones(1, requires_grad=True)
+        >>> weight.grad = torch.ones(1)
+        >>> def work(gradients):
+        ...     gradients.begin([weight])
+        ...     (3 * weight).backward()
+        ...     raise KeyboardInterrupt
+        >>> try:
+        ...     all_or_nothing(work)
+        ... except KeyboardInterrupt:
+        ...     print(weight.grad)
+        tensor([1.])
+    """
+    gradients = Gradients()
+    try:
+        result = work(gradients)
+        gradients.open = False  # not by a call: an interrupt could come between its end and ours
+        return result
+    finally:
+        if gradients.open:
+            gradients.take_back()
+
+
+class _Running(threading.local):
+    """The windows of a thread that are on their way."""
+
+    def __init__(self) -> None:
+        self.windows: WeakSet[Gradients] = WeakSet()
+
+
+_RUNNING = _Running()
+"""So that a window inside of another one is noticed. Nothing else depends on it."""
+
+
+def _refuse_window_inside(gradients: Gradients, parameters: Sequence[Tensor]) -> None:
+    for other in _RUNNING.windows:
+        shared = sum(id(parameter) in other.parameters for parameter in parameters) if other.open else 0
+        if shared:
+            raise LossError(
+                f"A window was begun inside of another that adds to {shared} of the same {len(parameters)} parameters, "
+                "so its gradient would be taken for a share of the outer one's and multiplied with it. Call "
+                "wb.backward outside of loss_fn, or inside of it on a copy of the model (copy.deepcopy(model))."
+            )
+    _RUNNING.windows.add(gradients)
 
 
 def nodes_of(outputs: Iterable[Tensor]) -> list[Node]:

@@ -1,9 +1,9 @@
-"""Out of memory is not an error: split the piece that failed, undo what it left, and go on.
+"""Out of memory is not an error: split the micro-batch that failed, undo what it left, and go on.
 
-A backward that stops half-way has already added to some parameters. Which ones is recorded as it runs; their sums
-then hold the whole of the failed piece and are set apart, the halves run again, and what they add to those
-parameters is discarded. Nothing that other pieces added is touched or repeated. Where the failed piece has drawn random
-numbers, its halves draw others, and the window is run from its start.
+Where no gradient had arrived yet, the failed micro-batch alone runs again, in halves. A backward that stops half-way
+has already added to some parameters, and nobody can tell what: its halves may draw other random numbers, from
+generators that nobody knows of, or be normalised by other statistics. The window is then run from its start, in
+micro-batches that are expected to fit.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 
 from wholebatch.batch import Nest
 from wholebatch.errors import OutOfMemoryError
-from wholebatch.memory import is_out_of_memory, peak_bytes, release, words_of
+from wholebatch.memory import is_out_of_memory, peak_bytes, release, too_few_rows, words_of
 from wholebatch.precision import Gradients
 from wholebatch.sizes import Auto, Tokens
 from wholebatch.state import State
@@ -24,7 +24,7 @@ from wholebatch.window import Piece
 
 
 class Redo(Exception):
-    """A failed piece cannot be told apart from the others: run the window from its start, in smaller pieces.
+    """What a failed piece has added cannot be told apart: run the window from its start, in smaller pieces.
 
     Args:
         fitting: splits a piece into those that are expected to fit.
@@ -51,25 +51,27 @@ class Recovery:
     Args:
         auto: remembers the size that fits.
         survey: of the model, whose buffers and random state are rolled back with a failed piece.
-        gradients: the window's sums, with a journal.
+        gradients: the window's sums.
     """
 
     def __init__(self, auto: Auto, survey: Survey, gradients: Gradients) -> None:
         self._auto, self._survey, self._gradients = auto, survey, gradients
-        self._failed = False
+        self._failed = self._redone = False
+        self._passed: set[Piece] = set()
 
     def run(self, piece: Piece, records: Sequence[Record], work: Callable[[Piece], None]) -> int:
         """Run the work on a piece, in as many parts as memory wants; return how many those were.
 
         Raises:
-            OutOfMemoryError: if one row alone does not fit.
-            Redo: if what the failed backward added cannot be told apart.
+            OutOfMemoryError: if one row alone does not fit, or is too few for BatchNorm.
+            Redo: if the backward failed after it had added to some parameter.
         """
         return sum(self._attempt(part, records, work) for part in self.fitting(piece))
 
     def fitting(self, piece: Piece) -> Iterator[Piece]:
-        """Split a piece beforehand that is larger than what has failed in this window."""
-        halves = piece.halves() if self._failed and piece.held > self._limit else None
+        """Split a piece beforehand that is larger than what has failed in this window, unless it has come through."""
+        too_large = self._failed and piece.held > self._limit and piece not in self._passed
+        halves = piece.halves() if too_large else None
         if halves is None:
             yield piece
         else:
@@ -82,14 +84,13 @@ class Recovery:
             self._auto.rest()
 
     def _attempt(self, piece: Piece, records: Sequence[Record], work: Callable[[Piece], None]) -> int:
-        state, marks = State(self._survey), [(record, record.mark()) for record in records]
-        self._gradients.fired.clear()
+        state, sums = State(self._survey), self._gradients.mark()
+        marks = [(record, record.mark()) for record in records]
         said = self._try(piece, work)
         if said is None:
+            self._passed.add(piece)
             return 1
         release()
-        # Other masks are drawn for a piece than for its halves: the gradient would be made of both.
-        mixed = bool(self._gradients.fired) and state.drew()
         state.restore()
         for record, mark in marks:
             record.rewind(mark)
@@ -98,19 +99,25 @@ class Recovery:
         halves = piece.halves()
         if halves is None:
             raise OutOfMemoryError(self._final(piece, said))
-        if self._gradients.torn or mixed:
+        if self._gradients.moved(sums):
+            if self._redone:  # what has come through once does not always: be done with it
+                self._passed.clear()
+            self._redone = True
             raise Redo(self.fitting)
-        apart = self._gradients.set_apart()
-        parts = sum(self.run(half, records, work) for half in halves)
-        self._gradients.put_in(apart)
-        return parts
+        return sum(self.run(half, records, work) for half in halves)
 
     def _try(self, piece: Piece, work: Callable[[Piece], None]) -> str | None:
         """Do the work; return what was said if memory ran out, with no frame of it left alive."""
         try:
             work(piece)
+        except OutOfMemoryError as error:
+            return words_of(error)  # of a window that the loss function runs inside: half of this piece leaves it more
         except (RuntimeError, MemoryError, OSError) as error:
             if not is_out_of_memory(error):
+                raise
+            return words_of(error)
+        except ValueError as error:
+            if not self._auto.shrunk or not too_few_rows(error):
                 raise
             return words_of(error)
         return None
@@ -125,7 +132,7 @@ class Recovery:
         peak = peak_bytes(self._survey.device)
         held = "" if peak is None else f" The device has held up to {peak / 2**30:.2f} GiB."
         return (
-            f"One row alone does not fit into memory: {leaves}. It failed with: {said}{held} No smaller piece is left. "
-            "Try activation checkpointing (wb.checkpointed(model)), offload=True on a device, shorter rows, "
-            f"or parameters in {torch.bfloat16}."
+            f"One row alone does not fit into memory, or is too few where larger ones do not fit: {leaves}. It failed "
+            f"with: {said}{held} No smaller piece is left. Try activation checkpointing (wb.checkpointed(model)), "
+            f"offload=True on a device, shorter rows, or parameters in {torch.bfloat16}."
         )

@@ -285,6 +285,11 @@ class Auto:
         return replace(self.start, budget=self._limit) if isinstance(self.start, Tokens) else self._limit
 
     @property
+    def shrunk(self) -> bool:
+        """Whether memory has run out on a larger size."""
+        return self._limit < self._most
+
+    @property
     def _most(self) -> int:
         return self.start.budget if isinstance(self.start, Tokens) else self.start
 

@@ -19,7 +19,7 @@ from wholebatch.errors import LossError, NonFiniteError
 from wholebatch.gradient import LossFunction, Pending, Result, accumulate
 from wholebatch.loss import Count
 from wholebatch.options import STEP, Options, checked, checked_scaler
-from wholebatch.precision import precise, total_norm
+from wholebatch.precision import Gradients, all_or_nothing, precise, total_norm
 from wholebatch.sizes import Auto, Size, is_number, whole_entry
 
 VERSION = 1
@@ -116,29 +116,19 @@ class Step:
 
         Raises:
             NonFiniteError: if the loss or the norm is not finite, unless a scaler or ``on_nonfinite="skip"`` deals
-                with it; the gradient then stays in ``.grad``, and nothing else has changed.
+                with it; the gradient then stays in ``.grad``, and nothing else has changed. After any other error,
+                until the optimizer has begun to write, everything is as before the call.
         """
-        mine = [p for group in self.optimizer.param_groups for p in group["params"]]
         buffers = Buffers(self.optimizer, first=not self.steps)
-        pending = self._accumulate(batch, mine)
-        ours = {id(p) for p in mine}
-        pending.gradients.drop(keep=lambda parameter: id(parameter) in ours)
-        if pending.gradients.rounds or not pending.gradients.clean:
-            pending.merge()
-        norm, loss, alive = self._read(pending)
-        pending.alive = float(alive)
-        lrs = [float(group["lr"]) for group in self.optimizer.param_groups]
-        reason = self._refusal(pending, norm, loss, alive)
-        if reason is None:
-            self._update(pending, norm, buffers)
-        elif alive and self.scaler is not None:
-            pending.finish()
-            self.scaler.unscale_(self.optimizer)
-            self.scaler.update()
-        buffers.clear()
-        self.windows, self.steps = self.windows + 1, self.steps + (reason is None)
-        self.rows += pending.result.rows
-        return StepResult(**vars(pending.result), grad_norm=norm, stepped=reason is None, reason=reason, lrs=lrs)
+        taken = all_or_nothing(lambda gradients: self._take(batch, gradients, buffers))
+        try:
+            if taken.stepped:
+                self._follow()
+        finally:  # the step has been taken, whatever those who follow it do
+            buffers.clear()
+            self.windows, self.steps = self.windows + 1, self.steps + taken.stepped
+            self.rows += taken.rows
+        return taken
 
     def state_dict(self) -> dict[str, Any]:
         """Return counters, the scaler's state and the sizes found; plain values that any format can hold."""
@@ -169,11 +159,30 @@ class Step:
             self.scaler.load_state_dict(state["scaler"])
         self.windows, self.steps, self.rows = counters
 
-    def _accumulate(self, batch: Any, mine: Sequence[Tensor]) -> Pending:
-        size, loss = self.micro_batch_size, self.loss_fn
+    def _take(self, batch: Any, gradients: Gradients, buffers: Buffers) -> StepResult:
+        """Run the window, and let the optimizer step if it can be stepped."""
+        mine = [p for group in self.optimizer.param_groups for p in group["params"]]
+        pending = self._accumulate(batch, mine, gradients)
+        ours = {id(p) for p in mine}
+        gradients.drop(keep=lambda parameter: id(parameter) in ours)
+        if gradients.rounds or not gradients.clean:
+            pending.merge()
+        norm, loss, alive = self._read(pending)
+        pending.alive = float(alive)
+        lrs = [float(group["lr"]) for group in self.optimizer.param_groups]
+        reason = self._refusal(pending, norm, loss, alive)
+        if reason is None:
+            self._update(pending, norm, buffers)
+        elif alive and self.scaler is not None:
+            pending.finish()
+            self._scaled(self.scaler, self.scaler.update)
+        return StepResult(**vars(pending.result), grad_norm=norm, stepped=reason is None, reason=reason, lrs=lrs)
+
+    def _accumulate(self, batch: Any, mine: Sequence[Tensor], gradients: Gradients) -> Pending:
+        size, loss, rest = self.micro_batch_size, self.loss_fn, self.options
         if isinstance(loss, Coupled):
-            return accumulate_coupled(self.model, loss, batch, size, scaler=self.scaler, also=mine, **self.options)
-        return accumulate(self.model, loss, batch, size, scaler=self.scaler, also=mine, **self.options)
+            return accumulate_coupled(self.model, loss, batch, size, gradients, scaler=self.scaler, also=mine, **rest)
+        return accumulate(self.model, loss, batch, size, gradients, scaler=self.scaler, also=mine, **rest)
 
     def _read(self, pending: Pending) -> tuple[float, float, bool]:
         """Learn the gradient's norm, the loss and whether there were items: the one wait for the device."""
@@ -206,6 +215,7 @@ class Step:
         if self.on_nonfinite == "skip":
             return f"non-finite: {text}"
         pending.finish()
+        pending.gradients.open = False  # it stays, to be looked at
         raise NonFiniteError(
             f"{text[0].upper()}{text[1:]}{_first_non_finite(pending)}. The optimizer has not stepped, and the gradient "
             'stays in .grad. Call optimizer.zero_grad() and go on, pass on_nonfinite="skip", or a scaler for fp16.'
@@ -213,10 +223,28 @@ class Step:
 
     def _update(self, pending: Pending, norm: float, buffers: Buffers) -> None:
         pending.finish(1.0 if self.max_grad_norm is None else min(1.0, self.max_grad_norm / (norm + 1e-6)))
-        if self.scaler is not None:
-            self.scaler.unscale_(self.optimizer)
+        if self.scaler is None:
+            self._step(buffers)
+        else:
+            self._scaled(self.scaler, lambda: self._step(buffers))
+
+    def _step(self, buffers: Buffers) -> None:
         buffers.hand_over()
         self.optimizer.step()
+
+    def _scaled(self, scaler: GradScaler, work: Callable[[], object]) -> None:
+        """Unscale, and do what follows; if that fails, the scaler forgets that it has unscaled, but not its scale."""
+        done = False
+        try:
+            scaler.unscale_(self.optimizer)
+            work()
+            done = True
+        finally:
+            if not done:
+                scaler.update(scaler.get_scale())
+
+    def _follow(self) -> None:
+        """Do what comes after a real step."""
         if self.scaler is not None:
             self.scaler.update()
         for scheduler in self.schedulers:

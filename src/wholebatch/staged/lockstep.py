@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from functools import partial
+from types import TracebackType
 from typing import Any, cast
 
 import torch
@@ -41,23 +42,29 @@ class _Walker:
         self._go, self._rest = threading.Semaphore(0), threading.Semaphore(0)
         self._ending = False
         self._settings = (torch.get_num_threads(), torch.is_grad_enabled())
-        self._thread = ThreadPoolExecutor(1)
-        self._end = self._thread.submit(self._walk)
-        self._end.add_done_callback(lambda end: self._rest.release())
+        self._end: Future[None] = Future()
+        # The end of a program waits for no thread that nobody can tell to end any more.
+        self._thread = threading.Thread(target=self._walk, daemon=True)
 
     def resume(self, reply: Tensor | None = None) -> None:
         """Let the piece go on to its next meeting, or to the end."""
         self._reply, self.request = reply, None
+        if self._thread.ident is None:
+            self._thread.start()
         self._go.release()
         self._rest.acquire()
         if self._end.done():
             self._end.result()  # raises what the model raised
 
-    def stop(self) -> None:
-        """End the thread wherever it stands."""
+    def end(self) -> None:
+        """Tell the thread to end, wherever it stands."""
         self._ending = True
         self._go.release()
-        self._thread.shutdown()
+
+    def join(self) -> None:
+        """Wait until it has ended: it may run the model until then."""
+        if self._thread.ident is not None:
+            self._thread.join()
 
     def meet(self, operation: Operation, x: Tensor, operands: tuple[Any, ...]) -> Tensor:
         """Wait for the others; called in the piece's own thread."""
@@ -71,16 +78,38 @@ class _Walker:
         self._sleep()
 
     def _sleep(self) -> None:
-        self._go.acquire()
+        if not self._ending:  # else the model has caught what ended it, and goes on
+            self._go.acquire()
         if self._ending:
             raise _Stopped
 
     def _walk(self) -> None:
-        self._sleep()
         threads, grad = self._settings
-        torch.set_num_threads(threads)
-        with torch.set_grad_enabled(grad), self._call.ambient(), _Meetings(self, self._buffers):
-            self.answer = self._model(*self._call.args, **self._call.kwargs)
+        with _Told(self._end, self._rest):
+            self._sleep()
+            torch.set_num_threads(threads)
+            with torch.set_grad_enabled(grad), self._call.ambient(), _Meetings(self, self._buffers):
+                self.answer = self._model(*self._call.args, **self._call.kwargs)
+
+
+class _Told:
+    """Tells how a thread has ended, whatever ended it: nobody else hears what is raised in there."""
+
+    def __init__(self, end: Future[None], rest: threading.Semaphore) -> None:
+        self._end, self._rest = end, rest
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        if error is None:
+            self._end.set_result(None)
+        else:
+            self._end.set_exception(error)
+        self._rest.release()
+        return True
 
 
 class _Meetings(TorchFunctionMode):
@@ -133,7 +162,9 @@ class LockStep:
             self.after = self._buffers()
         finally:
             for walker in walkers:
-                walker.stop()
+                walker.end()
+            for walker in walkers:
+                walker.join()
             self._write(before)
 
     def output(self, index: int) -> Any:
