@@ -144,8 +144,9 @@ def accumulate_coupled(
         raise TypeError(f"model is {type(model).__name__}; pass the torch.nn.Module whose gradient is wanted.")
     chosen, scaler = checked_for_all_rows(options), checked_scaler(scaler)
     reaches = [reach_of(function) for function in (*loss.encoders, loss.loss_fn)]
-    survey = Survey(model, (module for reach in reaches for module in reach.modules))
-    learning = [*survey.parameters, *also, *(leaf for reach in reaches for leaf in reach.leaves)]
+    modules = [module for reach in reaches for module in reach.modules]
+    survey = Survey(model, modules, [leaf for reach in reaches for leaf in reach.leaves])
+    learning = [*survey.parameters, *also]
     ranks = ranks_of(survey)
 
     def run(size: int | Tokens | None) -> Pending:
@@ -310,14 +311,11 @@ class _Coupled:
             gradient = [None if g is None else g[place.to(g.device)] for g in gradient]
         sizes = [turn.said[0].shape[0] for turn in turns]
         parts = [[None] * len(turns) if g is None else torch.split(g, sizes) for g in gradient]
-        unexplored = True
         for turn, told in sorted(zip(turns, zip(*parts, strict=True), strict=True), key=lambda pair: not pair[0].graph):
             pairs = [(s, g) for s, g in zip(turn.again(), told, strict=True) if g is not None and s.requires_grad]
             if pairs:
                 outputs, seeds = zip(*pairs, strict=True)
-                if unexplored:
-                    self._explore(outputs)
-                    unexplored = False
+                self._explore(outputs)
                 with self.ranks.local():
                     torch.autograd.backward(outputs, seeds)
             turn.said, turn.graph = [], False

@@ -93,7 +93,7 @@ def backward(
 
     Args:
         model: plain or wrapped in ``DistributedDataParallel``. Parameters that the loss reaches outside of the
-            model are served too; they are looked for in the first micro-batch.
+            model are served too, whichever micro-batch reaches them.
         loss_fn: returns the loss of one micro-batch together with what it averages over, see :mod:`wholebatch.loss`.
         batch: any nest of tensors and sequences with rows on the first dimension, or a :class:`Window`.
         micro_batch_size: rows (an int), ``Tokens(...)`` or ``Auto(...)``; None runs a window as it is and any other
@@ -176,18 +176,15 @@ def accumulate(
         raise TypeError(f"model is {type(model).__name__}; pass the torch.nn.Module whose gradient is wanted.")
     chosen, scaler = checked(options), checked_scaler(scaler)
     reach = reach_of(loss_fn)
-    survey = Survey(model, reach.modules)
+    survey = Survey(model, reach.modules, reach.leaves)
     ranks = ranks_of(survey, chosen.get("sync", "last"))
     auto = micro_batch_size if isinstance(micro_batch_size, Auto) else None
     wide = chosen.get("accumulate_in") or ranks.accumulate_in
-    learning = [*survey.parameters, *also, *reach.leaves]
     with ranks:
         pieces = pieces_of(batch, micro_batch_size, whole=chosen.get("whole", ()), collate=chosen.get("collate"))
         refuse_inexact(survey, pieces, chosen, auto is not None)
-        gradients.begin(learning, ranks.views, wide)
-        run = _Run(survey, loss_fn, pieces, scaler, ranks, gradients, auto, chosen)
-        run.explored &= not also  # who names tensors of its own drops what others receive, so they must be known
-        pending = run.pending()
+        gradients.begin([*survey.parameters, *also], ranks.views, wide)
+        pending = _Run(survey, loss_fn, pieces, scaler, ranks, gradients, auto, chosen).pending()
         gradients.end()
         return pending
 
@@ -224,17 +221,17 @@ class _Run:
         elif distributed and (auto is not None or options.get("accumulate_in") is not None):
             self.travel = self._without_reducer(auto)
         self.single = len(pieces) < 2 and auto is None and self.travel is Travel.LAST
-        self.explored = self.single and not distributed
+        self.alone = self.single and not distributed
         self.start: State | None = None
         # At buffers: after the first forward, and after the last.
-        self.looks = 0 if self.explored or options.get("batch_norm") is not None else 2
+        self.looks = 0 if self.alone or options.get("batch_norm") is not None else 2
         gradients.include(ranks.leaves())
 
     def pending(self) -> Pending:
         """Run the window in one pass if its terms allow, else know the denominators first."""
         items = self.options.get("items")
         self.window.forward(self.pieces)
-        self.start = None if self.explored else State(self.survey)
+        self.start = None if self.alone else State(self.survey)
         known = None if items is None else self._stated(items)
         if known is None and self.window.meets and self.ranks.world > 1:
             known = self._counted()  # gradients of shared statistics add up only if divided by the same numbers
@@ -338,18 +335,18 @@ class _Run:
     def _forward(self, piece: Piece | None, tally: Tally) -> Answer | None:
         answer = None if piece is None else tally.add(read(self.window.loss(piece), piece.rows))
         self.ranks.attend()
-        if answer is not None and not self.explored:
+        if answer is not None:
             self._explore(answer)
         if self.looks > 1:
             self._refuse_moved_buffers(len(self.pieces))
         return answer
 
     def _explore(self, answer: Answer) -> None:
-        """Find leaves outside of the model that the window will add to, so that they are mended too.
+        """Find leaves outside of the model that this backward will add to, so that they are mended or taken back too.
 
-        A window that may be run again from its start has to know those of every piece.
+        Every micro-batch is looked through: a later one may be the first to reach a leaf.
         """
-        self.explored = self.recovery is None
+        self.gradients.release()
         outputs = [output for output, _ in weighted(answer).values()]
         foreign = [leaf for leaf in foreign_leaves(outputs, self.survey) if not self.ranks.owns(leaf)]
         self.gradients.include(foreign)

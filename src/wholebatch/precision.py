@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 from weakref import WeakSet
@@ -47,6 +48,7 @@ class Gradients:
         self._wide: dict[int, Tensor] = {}
         self._homes: dict[int, Tensor] = {}
         self._hooks: list[RemovableHandle] = []
+        self._passing: set[int] = set()
         self._listening = True
 
     def begin(
@@ -85,6 +87,18 @@ class Gradients:
         for leaf in leaves:
             if id(leaf) not in self.parameters:
                 self._set_aside(leaf)
+                if not isinstance(leaf, nn.Parameter):
+                    self._passing.add(id(leaf))
+
+    def release(self) -> None:
+        """Let go of leaves that nobody else holds any more, such as an input of one micro-batch."""
+        for key in list(self._passing):
+            lent = weakref.ref(self.parameters.pop(key))
+            leaf = lent()
+            if leaf is None:
+                self._let_go(key)
+            else:
+                self.parameters[key] = leaf
 
     @property
     def clean(self) -> bool:
@@ -114,14 +128,14 @@ class Gradients:
         """Whether bringing the sum to its denominator, or into ``.grad``, rounds away what a norm would still see."""
         return bool(self._wide) or any(is_half(total) for total in self.held())
 
-    def mark(self) -> list[tuple[Tensor | None, int]]:
+    def mark(self) -> dict[int, list[tuple[Tensor | None, int]]]:
         """Return what tells, later, whether a backward has added anything: every sum, and how often it was written."""
-        tensors = (t for key, p in self.parameters.items() for t in (p.grad, self._wide.get(key)))
-        return [(tensor, -1 if tensor is None else tensor._version) for tensor in tensors]
+        sums = ((key, (p.grad, self._wide.get(key))) for key, p in self.parameters.items())
+        return {key: [(tensor, -1 if tensor is None else tensor._version) for tensor in both] for key, both in sums}
 
-    def moved(self, mark: Sequence[tuple[Tensor | None, int]]) -> bool:
+    def moved(self, mark: dict[int, list[tuple[Tensor | None, int]]]) -> bool:
         """Tell whether anything has been added since a mark. Leaves that were included since have nothing yet."""
-        pairs = zip(mark, self.mark(), strict=False)  # later leaves stand behind those that were there
+        pairs = (pair for key, now in self.mark().items() if key in mark for pair in zip(mark[key], now, strict=True))
         return any(now is not before or version != earlier for (before, earlier), (now, version) in pairs)
 
     def scale(self, factor: Count) -> None:
@@ -184,14 +198,18 @@ class Gradients:
                 if before is not None and key in self._copies:
                     before.copy_(self._copies[key])
                 parameter.grad = before
-            for kept in (self._before, self._aside, self._copies, self._wide, self._homes, self.parameters):
-                kept.pop(key, None)
+            self._let_go(key)
 
     def restart(self) -> None:
         """Forget the window's sum and begin it anew."""
         self._wide.clear()
         for parameter in self.parameters.values():
             parameter.grad = None
+
+    def _let_go(self, key: int) -> None:
+        for kept in (self._before, self._aside, self._copies, self._wide, self._homes, self.parameters):
+            kept.pop(key, None)
+        self._passing.discard(key)
 
     def _set_aside(self, parameter: Tensor) -> None:
         key, before = id(parameter), parameter.grad
@@ -284,22 +302,19 @@ def nodes_of(outputs: Iterable[Tensor]) -> list[Node]:
     return nodes
 
 
-def leaves_of(outputs: Iterable[Tensor]) -> list[Tensor]:
-    """List the leaf tensors that a backward pass from these outputs would reach."""
-    ends = [node for node in nodes_of(outputs) if not node.next_functions]
-    leaves = (getattr(node, "variable", None) for node in ends)
-    return [leaf for leaf in leaves if leaf is not None]
-
-
 def foreign_leaves(outputs: Iterable[Tensor], survey: Survey) -> list[Tensor]:
-    """List the leaves outside of the model that a backward pass from these outputs would reach."""
-    own = {id(parameter) for parameter in survey.parameters}
-    found = [leaf for leaf in leaves_of(outputs) if id(leaf) not in own]
+    """List the leaves outside of the model that a backward pass from these outputs would reach, or may."""
+    nodes, own = nodes_of(outputs), survey.own
+    leaves = (node.variable for node in nodes if hasattr(node, "variable") and not node.next_functions)
+    found = {id(leaf): leaf for leaf in leaves if id(leaf) not in own}
+    if survey.leaves and any("CheckpointFunction" in node.name() for node in nodes):
+        # What a reentrant checkpoint reaches does not show in the graph: it may be whatever the loss function names.
+        found.update((id(leaf), leaf) for leaf in survey.leaves if id(leaf) not in own)
     if not found:
         return []
     # A sharded model has other parameters by now: those that its forward has gathered.
     gathered = {id(parameter) for parameter in survey.model.parameters()}
-    return [leaf for leaf in found if id(leaf) not in gathered]
+    return [leaf for leaf in found.values() if id(leaf) not in gathered]
 
 
 def reentrant(outputs: Iterable[Tensor]) -> bool:

@@ -35,15 +35,18 @@ class Survey:
         outside: modules that run with the model without being part of it: a head that the loss function names, a
             layer in a plain list.
         parameters: of the model alone.
+        own: their identities.
         buffers: of all modules.
+        leaves: leaf tensors that the loss function names besides the model's parameters.
 
     Args:
         model: as the loss function is given it, wrapper and all.
         named: modules that the loss function names.
+        leaves: leaf tensors that it names.
     """
 
-    def __init__(self, model: nn.Module, named: Iterable[nn.Module] = ()) -> None:
-        self.model = model
+    def __init__(self, model: nn.Module, named: Iterable[nn.Module] = (), leaves: Iterable[Tensor] = ()) -> None:
+        self.model, self.leaves = model, list(leaves)
         self.modules = list(model.modules())
         inside = {id(module) for module in self.modules}
         hidden = [part for module in self.modules for each in unlisted(module) for part in each.modules()]
@@ -59,7 +62,7 @@ class Survey:
             for name, buffer in module._buffers.items():
                 if buffer is not None and not buffer.is_meta:
                     self.buffers.append(Owned(module, name, buffer))
-        self.parameters = list(parameters.values())
+        self.parameters, self.own = list(parameters.values()), parameters.keys()
 
     @property
     def devices(self) -> set[torch.device]:

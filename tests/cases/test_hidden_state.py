@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -157,6 +158,153 @@ def test_inputs_that_require_a_gradient_get_the_whole_batch_s() -> None:
     assert found is not None
     assert rows.grad is not None
     assert torch.allclose(found, rows.grad, rtol=1e-12)
+
+
+class Pointer:
+    """Leads to a head that nobody finds by reading, since a weak reference says nothing of what it refers to."""
+
+    def __init__(self, head: nn.Module, first: int) -> None:
+        self.head, self.first, self.calls = weakref.ref(head), first, 0
+
+    def __call__(self, model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = model(rows)
+        head = self.head()
+        assert head is not None
+        return head(out).squeeze(-1).square() if len(rows) >= self.first else out[:, 0].square()
+
+
+def with_a_hidden_head(first: int, dtype: torch.dtype = torch.float64) -> tuple[nn.Module, nn.Module, wb.Window]:
+    torch.manual_seed(812)
+    model, head = nn.Linear(3, 2).to(dtype), nn.Linear(2, 1).to(dtype)
+    return model, head, wb.Window(torch.randn(9, 3).to(dtype).split([1, 2, 4, 2]))
+
+
+def expected_with_a_hidden_head(first: int, before: float = 0.0) -> dict[str, Any]:
+    model, head, window = with_a_hidden_head(first)
+    both = nn.ModuleList([model, head])
+    for parameter in both.parameters():
+        parameter.grad = torch.full_like(parameter, before)
+    loss = Pointer(head, first)
+    (torch.cat([loss(model, rows) for rows in window]).sum() / 9).backward()
+    return gradients_of(both)
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "as it is": {},
+    "in a size that adapts": {"micro_batch_size": wb.Auto(8)},
+    "summed in a wider precision": {"accumulate_in": torch.float64},
+}
+
+
+@pytest.mark.parametrize("options", WAYS.values(), ids=WAYS.keys())
+@pytest.mark.parametrize("first", [1, 2, 4], ids=lambda first: f"first reached with {first} rows")
+def test_a_leaf_is_served_whichever_micro_batch_reaches_it_first(first: int, options: dict[str, Any]) -> None:
+    model, head, window = with_a_hidden_head(first)
+    both, wide = nn.ModuleList([model, head]), "accumulate_in" in options
+    if wide:
+        both.float()
+        window = wb.Window(rows.float() for rows in window)
+    for parameter in both.parameters():
+        parameter.grad = torch.full_like(parameter, 0.5)
+    wb.backward(model, Pointer(head, first), window, **options)
+    assert_same_gradient(both, expected_with_a_hidden_head(first, before=0.5), tol=2e-6 if wide else None)
+
+
+def test_a_hidden_leaf_is_served_after_a_counting_pass() -> None:
+    """Two denominators: the pass that counts reaches the head first, without going backward."""
+    model, head, window = with_a_hidden_head(2)
+    point = Pointer(head, 2)
+
+    def loss(model: nn.Module, rows: torch.Tensor) -> Any:
+        return wb.mean(point(model, rows)) + wb.mean(model(rows)[:, 1].abs(), weights=(rows[:, 0] > 0).double())
+
+    wb.backward(model, loss, window)
+    found = gradients_of(nn.ModuleList([model, head]))
+    model, head, window = with_a_hidden_head(2)
+    point, rows = Pointer(head, 2), torch.cat(list(window))
+    second = model(rows)[:, 1].abs()[rows[:, 0] > 0].mean()
+    (torch.cat([point(model, each) for each in window]).mean() + second).backward()
+    assert_same_gradient(found, gradients_of(nn.ModuleList([model, head])))
+
+
+def test_the_usual_loop_leaves_such_a_leaf_off_by_the_number_of_micro_batches() -> None:
+    """The twin."""
+    model, head, window = with_a_hidden_head(2)
+    point = Pointer(head, 2)
+    for rows in window:
+        (point(model, rows).mean() / len(window)).backward()
+    assert_differs(nn.ModuleList([model, head]), expected_with_a_hidden_head(2))
+
+
+def test_a_failure_takes_back_what_a_hidden_leaf_has_received() -> None:
+    model, head, window = with_a_hidden_head(2)
+    point = Pointer(head, 2)
+    head.weight.grad = torch.full_like(head.weight, 7.0)
+
+    def fails_at_last(model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
+        point.calls += 1
+        if point.calls == len(window):
+            raise KeyError("a fault of the user's own")
+        return point(model, rows)
+
+    with pytest.raises(KeyError):
+        wb.backward(model, fails_at_last, window)
+    assert torch.equal(head.weight.grad, torch.full_like(head.weight, 7.0))
+    assert head.bias.grad is None
+
+
+def test_every_micro_batch_may_bring_a_leaf_of_its_own() -> None:
+    """Inputs that require a gradient, made by the loader: each gets its own rows' share of the batch's mean."""
+    torch.manual_seed(813)
+    model, rows = nn.Linear(3, 1).double(), torch.randn(7, 3).double()
+    leaves = [part.clone().requires_grad_() for part in rows.split([3, 3, 1])]
+    wb.backward(model, squares, wb.Window(leaves))
+    whole = rows.clone().requires_grad_()
+    mean_square(model, whole).backward()
+    assert whole.grad is not None
+    for leaf, expected in zip(leaves, whole.grad.split([3, 3, 1]), strict=True):
+        assert leaf.grad is not None
+        assert torch.allclose(leaf.grad, expected, rtol=1e-12)
+
+
+def test_leaves_that_a_loss_function_makes_are_not_kept() -> None:
+    """A gradient penalty has an input of its own in each micro-batch; held until the end they would fill the memory."""
+    torch.manual_seed(814)
+    model, rows, made = nn.Linear(3, 1).double(), torch.randn(12, 3).double(), []
+
+    def loss(model: nn.Module, piece: torch.Tensor) -> torch.Tensor:
+        assert sum(leaf() is not None for leaf in made) <= 2
+        points = piece.clone().requires_grad_()
+        made.append(weakref.ref(points))
+        out = model(points)
+        slope = torch.autograd.grad(out.sum(), points, create_graph=True)[0]
+        return out.square().squeeze(-1) + slope.square().sum(1)
+
+    reference = whole_batch(model, lambda m, x: loss(m, x).mean(), rows)
+    wb.backward(model, loss, rows, micro_batch_size=1)
+    assert_same_gradient(model, reference)
+
+
+def test_a_module_that_the_loss_function_trains_itself_keeps_what_it_was_given() -> None:
+    """Its gradient is none of the window's: nothing is divided, multiplied or taken back."""
+    torch.manual_seed(815)
+    model, critic, rows = nn.Linear(3, 2).double(), nn.Linear(2, 1).double(), torch.randn(12, 3).double()
+
+    def loss(model: nn.Module, piece: torch.Tensor) -> torch.Tensor:
+        fake = model(piece)
+        critic.zero_grad(set_to_none=True)
+        critic(fake.detach()).square().sum().backward()
+        out: torch.Tensor = fake.square().mean(1)
+        return out
+
+    wb.backward(model, loss, rows, micro_batch_size=5)
+    own = torch.autograd.grad(critic(model(rows[10:]).detach()).square().sum(), critic.weight)[0]
+    assert critic.weight.grad is not None
+    assert torch.allclose(critic.weight.grad, own, rtol=1e-12)
+    found = gradients_of(model)
+    model.zero_grad()
+    model(rows).square().mean().backward()
+    assert_same_gradient(found, gradients_of(model))
 
 
 # Loss functions that remember
