@@ -81,11 +81,11 @@ WHOLE = st.one_of(st.none(), st.text(max_size=3), st.floats(allow_nan=False), st
 
 
 def nests(rows: int) -> st.SearchStrategy[Any]:
-    """Structures of structures; a tuple or list of fields holds a tensor, by which it is known as one."""
+    """Structures of structures; a tuple or list of fields holds a tensor and something else: it is no list of rows."""
     leaves = st.one_of(per_row(rows), WHOLE)
 
     def containers(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
-        fields = st.tuples(tensors(rows), inner, inner)
+        fields = st.tuples(tensors(rows), inner, inner, st.none())
         return st.one_of(
             st.dictionaries(st.sampled_from("abc"), inner, min_size=1),
             fields,
@@ -342,3 +342,10 @@ def test_a_list_of_micro_batches_that_is_no_window_is_told_so() -> None:
     with pytest.raises(SplitError) as error:
         rows_of(tuple(uneven))
     assert "Window" not in str(error.value)
+
+
+def test_boxes_of_all_images_are_told_that_they_belong_to_images() -> None:
+    boxes = {"cls": torch.zeros(7, 1), "bboxes": torch.zeros(7, 4), "batch_idx": torch.zeros(7)}
+    with pytest.raises(SplitError, match=r"'batch_idx' says which image.*collate=") as error:
+        rows_of({"img": torch.zeros(4, 3, 8, 8), **boxes})
+    assert "whole=" not in str(error.value)

@@ -33,7 +33,7 @@ LAYERS = (
         "norms",
         "buffers",
     ),
-    ("leaves", "batch", "memory", "checkpointing"),
+    ("leaves", "containers", "doubts", "batch", "memory", "checkpointing"),
     # the batch and its pieces
     ("padding", "sizes", "window", "dealing"),
     # gradients

@@ -5,25 +5,29 @@ tensor of images). All of them must agree. What has no length (numbers, strings,
 objects) goes whole into every piece; so does a leaf that is named in ``whole``.
 
 A list or tuple is read as a structure of fields if a tensor lies anywhere in it, and as one entry a row if not.
-The outermost tuple is always a structure: ``(texts, labels)``.
+The outermost tuple is always a structure: ``(texts, labels)``. A list whose entries are alike may hold one entry a
+row all the same: `wholebatch.doubts` says when it is refused. An object of a class of its own is cut by what it offers
+(slices, or a constructor, `wholebatch.containers`); one that offers neither goes whole if it holds nothing with rows.
 """
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import operator
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
+from torch import nn
 
+from wholebatch.containers import attributes_of, fields_of, is_named_tuple, remade
+from wholebatch.doubts import Doubt, doubt_about, refuse_uncertain, refuse_uncountable
 from wholebatch.errors import SplitError
-from wholebatch.leaves import Array, Index, Kind, Nested, Packed, kind_of, of_type
+from wholebatch.leaves import SCALARS, Array, Index, Kind, Nested, Packed, has_entries, kind_of, of_type
 
-Build: TypeAlias = Callable[[Iterator[Any]], Any]
+Build: TypeAlias = "Callable[[Iterator[Any], bool], Any]"
 
 SHOWN = 16
 
@@ -94,9 +98,11 @@ class Nest:
         names = (whole,) if isinstance(whole, str) else tuple(str(name) for name in whole)
         leaves: list[Leaf] = []
         self.batch = batch
-        self._build = _flatten(batch, "", leaves)
+        self._doubts: list[Doubt] = []
+        self._build = _flatten(batch, "", leaves, self._doubts)
         _refuse_unknown(names, leaves)
         self.leaves = [dataclasses.replace(f, rows=None) if _named(f.path, names) else f for f in leaves]
+        self._objects = [f for f in leaves if _is_object(f) and not _named(f.path, names)]
 
     @property
     def paths(self) -> list[str]:
@@ -116,29 +122,48 @@ class Nest:
         """
         counts = Counter(leaf.rows for leaf in self.leaves if leaf.rows is not None)
         if not counts:
-            raise SplitError(
-                f"Nothing in the batch has rows: {_listed(self.leaves)}. "
-                "Give tensors with a first dimension, or a list of samples with collate=."
-            )
+            _refuse_no_rows(self.batch, self.leaves)
         if len(counts) > 1:
-            ready = " If it is the micro-batches of one step, say so: wb.Window(batch)." * isinstance(self.batch, list)
+            ready = (
+                " If its entries are samples, one a row, give collate=; if they are the micro-batches of one step, say "
+                "so: wb.Window(batch)."
+            ) * isinstance(self.batch, list)
             _refuse_disagreement([leaf for leaf in self.leaves if leaf.rows is not None], counts, ready)
-        return next(iter(counts))
+        rows = next(iter(counts))
+        if self._doubts:
+            refuse_uncountable(self._doubts, [leaf.rows for leaf in self.leaves])
+        for leaf in self._objects:
+            _refuse_hidden_rows(leaf, rows)
+        return rows
 
     def map(self, change: Callable[[Leaf], Any]) -> Any:
         """Put the nest together again from ``change(leaf)`` of every leaf; the batch itself if none changed."""
-        return self._rebuilt([change(leaf) for leaf in self.leaves])
+        return self._rebuilt([change(leaf) for leaf in self.leaves], all_rows=True)
 
     def take(self, index: slice | Sequence[int], change: Callable[[Leaf, Any], Any] | None = None) -> Any:
-        """Cut the rows of ``index`` out of every leaf that has rows, then let ``change(leaf, cut)`` shape each."""
+        """Cut the rows of ``index`` out of every leaf that has rows, then let ``change(leaf, cut)`` shape each.
+
+        Raises:
+            SplitError: if it is not certain what the rows are, or an object does not let some of them be taken out.
+        """
         rows = index if isinstance(index, slice) else _as_slice(index)
         parts = [leaf.cut(rows) for leaf in self.leaves]
-        return self._rebuilt(parts if change is None else list(map(change, self.leaves, parts)))
+        if (self._doubts or self._objects) and any(
+            part is not leaf.value for part, leaf in zip(parts, self.leaves, strict=True)
+        ):
+            self._refuse_uncertain()
+        return self._rebuilt(parts if change is None else list(map(change, self.leaves, parts)), all_rows=False)
 
-    def _rebuilt(self, values: list[Any]) -> Any:
+    def _refuse_uncertain(self) -> None:
+        self.count_rows()
+        if self._doubts:
+            refuse_uncertain(self._doubts, [leaf.rows for leaf in self.leaves])
+        self._doubts, self._objects = [], []  # looked at once
+
+    def _rebuilt(self, values: list[Any], all_rows: bool) -> Any:
         if all(new is leaf.value for new, leaf in zip(values, self.leaves, strict=True)):
             return self.batch
-        return self._build(iter(values))
+        return self._build(iter(values), all_rows)
 
 
 def rows_of(batch: Any, whole: Sequence[str] = ()) -> int:
@@ -249,28 +274,12 @@ def _lies_on(nest: Any, device: torch.device) -> bool:
 
 def _parts(value: Any, outermost: bool) -> list[tuple[str, Any]] | None:
     """The named children of a container, or None for a leaf."""
-    if isinstance(kind_of(value), (Array, Packed, Nested)):
+    if isinstance(value, torch.Tensor) or isinstance(kind_of(value), (Array, Packed, Nested)):
         return None
-    fields = _fields(value)
-    if fields is None and isinstance(value, (list, tuple)) and not isinstance(value, torch.Size):
+    if isinstance(value, (list, tuple)) and not isinstance(value, torch.Size) and not is_named_tuple(value):
         structure = (outermost and isinstance(value, tuple)) or _holds_array(value)
         return [(str(place), item) for place, item in enumerate(value)] if structure else None
-    return fields
-
-
-def _fields(value: Any) -> list[tuple[str, Any]] | None:
-    """The children of a container that gives them names."""
-    if isinstance(value, Mapping):
-        return [(str(key), item) for key, item in value.items()]
-    if _is_named_tuple(value):
-        return list(zip(value._fields, value, strict=True))
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return [(field.name, getattr(value, field.name, None)) for field in dataclasses.fields(value)]
-    return None
-
-
-def _is_named_tuple(value: Any) -> bool:
-    return isinstance(value, tuple) and hasattr(value, "_fields")
+    return fields_of(value, outermost)
 
 
 def _holds_array(value: Any) -> bool:
@@ -278,49 +287,34 @@ def _holds_array(value: Any) -> bool:
         return False  # soon done with long lists of numbers
     if isinstance(kind := kind_of(value), (Array, Packed, Nested)):
         return kind.shape(value) != ()
-    parts = _fields(value)
+    parts = fields_of(value, outermost=False)
     if parts is None:
         return isinstance(value, (list, tuple)) and any(map(_holds_array, value))
     return any(_holds_array(part) for _, part in parts)
 
 
-def _flatten(value: Any, path: str, leaves: list[Leaf]) -> Build:
+def _flatten(value: Any, path: str, leaves: list[Leaf], doubts: list[Doubt]) -> Build:
     """Append the leaves below ``value`` and return what builds it again from an iterator of new ones."""
     parts = _parts(value, outermost=path == "")
     if parts is None:
         kind = kind_of(value)
         leaves.append(Leaf(path, value, kind, next(iter(kind.shape(value)), None)))
-        return next
-    builds = [_flatten(part, f"{path}.{name}" if path else name, leaves) for name, part in parts]
-    return lambda new: _rebuilt(value, [build(new) for build in builds])
+        return lambda new, all_rows: next(new)
+    start = len(leaves)
+    builds = [_flatten(part, f"{path}.{name}" if path else name, leaves, doubts) for name, part in parts]
+    if isinstance(value, (list, tuple)) and not is_named_tuple(value):
+        doubt = doubt_about(path, value, range(start, len(leaves)))
+        doubts += [] if doubt is None else [doubt]
+        return lambda new, all_rows: of_type(value, [build(new, all_rows) for build in builds])
+    names, held = [name for name, _ in parts], [part for _, part in parts]
 
+    def build_again(new: Iterator[Any], all_rows: bool) -> Any:
+        made = [build(new, all_rows) for build in builds]
+        # One of a class of its own whose contents all go whole is left as it is.
+        same = type(value) is not dict and all(map(operator.is_, made, held))
+        return value if same else remade(value, made, names, all_rows)
 
-def _rebuilt(value: Any, parts: list[Any]) -> Any:
-    """A container of the same type around new parts; the old one is left alone."""
-    if isinstance(value, Mapping):
-        return _rebuilt_mapping(value, dict(zip(value, parts, strict=True)))
-    if _is_named_tuple(value):
-        return type(value)(*parts)
-    if isinstance(value, (list, tuple)):
-        return of_type(value, parts)
-    new = copy.copy(value)
-    for field, part in zip(dataclasses.fields(value), parts, strict=True):
-        # Works for frozen ones too, and does not run __init__ a second time.
-        object.__setattr__(new, field.name, part)
-    return new
-
-
-def _rebuilt_mapping(value: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
-    if type(value) is dict:
-        return items
-    if not isinstance(value, MutableMapping) or hasattr(type(value), "encodings"):
-        # The encodings that a BatchEncoding keeps are those of all rows; made without them, it refuses word_ids().
-        kind: Any = type(value)
-        return kind(items)
-    new = copy.copy(value)  # keeps a default factory and whatever else a subclass holds
-    for key, item in items.items():
-        new[key] = item
-    return new
+    return build_again
 
 
 def _as_slice(index: Sequence[int]) -> Index:
@@ -351,14 +345,53 @@ def _listed(leaves: Sequence[Leaf]) -> str:
     return ", ".join(map(str, leaves[:SHOWN])) + more
 
 
+def _is_object(leaf: Leaf) -> bool:
+    """Whether it goes whole only because nothing is known of it."""
+    return type(leaf.kind) is Kind and not isinstance(leaf.value, (*SCALARS, torch.Size, nn.Module, type))
+
+
+def _refuse_no_rows(batch: Any, leaves: Sequence[Leaf]) -> None:
+    if batch is None:
+        raise SplitError(
+            "Nothing in the batch has rows: it is None, which only a loss function returns, where there is nothing to "
+            "learn from. Leave it out: wb.Window(batch for batch in window if batch is not None)."
+        )
+    raise SplitError(
+        f"Nothing in the batch has rows: {_listed(leaves)}. "
+        "Give tensors with a first dimension, or a list of samples with collate=."
+    )
+
+
+def _refuse_hidden_rows(leaf: Leaf, rows: int) -> None:
+    """Raise if an object that would go whole holds something with as many entries as the batch has rows."""
+    arrays = [kind_of(item).shape(item) for item in attributes_of(leaf.value).values()]
+    held = {shape[0] for shape in arrays if shape} | ({len(leaf.value)} if has_entries(leaf.value) else set())
+    if rows > 1 and rows in held:
+        name = type(leaf.value).__name__
+        raise SplitError(
+            f"{leaf} holds {rows} entries, as many as the batch has rows, but it cannot be cut: slices of it are no "
+            f"{name}. If it goes whole, say whole=({leaf.path!r},). If not, give a dict of its tensors, a class that "
+            f"can be sliced, or samples with collate=."
+        )
+
+
 def _refuse_disagreement(leaves: Sequence[Leaf], counts: Mapping[int, int], more_hints: str) -> None:
+    more = f" and {len(leaves) - SHOWN} more" if len(leaves) > SHOWN else ""
+    said = f"{', '.join(f'{leaf} has {leaf.rows}' for leaf in leaves[:SHOWN])}{more}"
+    raise SplitError(
+        f"The batch's tensors disagree on the number of rows: {said}. {_way_out(leaves, counts)}{more_hints}"
+    )
+
+
+def _way_out(leaves: Sequence[Leaf], counts: Mapping[int, int]) -> str:
+    if "batch_idx" in {leaf.key for leaf in leaves}:
+        return (
+            "'batch_idx' says which image a box belongs to: the boxes of all images lie one behind the other, so none "
+            "of these tensors goes whole, and images and boxes can be cut together only before they are collated. Let "
+            "the loader yield samples (collate_fn=list) and give its function as collate=."
+        )
     usual = max(counts, key=counts.__getitem__)  # the first of those that are equally frequent
     others = tuple(leaf.path for leaf in leaves if leaf.rows != usual)
-    more = f" and {len(leaves) - SHOWN} more" if len(leaves) > SHOWN else ""
     per_row = any(part.isdigit() for path in others for part in path.split(".")[1:])
     hint = " Where a list holds tensors, one entry a row, give the samples themselves and collate=." if per_row else ""
-    raise SplitError(
-        "The batch's tensors disagree on the number of rows: "
-        f"{', '.join(f'{leaf} has {leaf.rows}' for leaf in leaves[:SHOWN])}{more}. Give every tensor the same first "
-        f"dimension, or name those that go whole: whole={others}.{hint}{more_hints}"
-    )
+    return f"Give every tensor the same first dimension, or name those that go whole: whole={others}.{hint}"

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Iterable, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence, unpack_sequence
 
+from wholebatch.errors import SplitError
+
 Index: TypeAlias = "slice | list[int]"
 
 NO_ENTRIES = (str, bytes, bytearray, memoryview, Mapping, torch.Size, nn.Module)
+SCALARS = (str, bytes, int, float, complex, type(None))
+# What a class raises that does not know the brackets or the arguments it is tried with.
+UNABLE = (TypeError, ValueError, LookupError, AttributeError, RuntimeError, AssertionError, NotImplementedError)
 
 
 class Kind:
@@ -43,7 +49,7 @@ class Kind:
 
 
 class Entries(Kind):
-    """A list or tuple with one entry a row, or anything else with a length and entries."""
+    """A list or tuple with one entry a row, or another sequence; one of a class of its own stays of that class."""
 
     def shape(self, value: Any) -> tuple[int, ...]:
         """Return the length."""
@@ -51,12 +57,36 @@ class Entries(Kind):
 
     def cut(self, value: Any, index: Index) -> Any:
         """Return the entries, in a container of the same type where it is a list or tuple."""
-        places = range(len(value))[index] if isinstance(index, slice) else index
-        return of_type(value, [value[place] for place in places])
+        return of_type(value, [value[place] for place in _places(value, index)])
 
     def join(self, values: list[Any]) -> Any:
         """Chain the entries."""
         return of_type(values[0], [entry for value in values for entry in value])
+
+
+class Sliced(Entries):
+    """A batch object whose brackets take rows out of it and return one of its kind."""
+
+    def cut(self, value: Any, index: Index) -> Any:
+        """Return what its own brackets give, or its ``index_select``."""
+        rows = len(_places(value, index))
+        for ask in _asked(value, index):
+            part = _answer(ask)
+            if _is_part(part, value, rows):
+                return part
+        raise SplitError(
+            f"A {type(value).__name__} of {len(value)} rows gives slices of itself, but not the rows "
+            f"{_places(value, index)[:4]} ... in this order, for which it is asked by value[[...]], "
+            "value[torch.tensor([...])] and value.index_select([...]). Give the size as a number of rows, which takes "
+            "slices, or the samples and collate=."
+        )
+
+    def join(self, values: list[Any]) -> Any:
+        """Refuse: how objects of a class of their own are put together is not known."""
+        raise SplitError(
+            f"{len(values)} objects of the class {type(values[0]).__name__} cannot be joined: it is not known how. "
+            "They run as they are, as the micro-batches of a wb.Window."
+        )
 
 
 class Array(Kind):
@@ -139,18 +169,111 @@ def kind_of(value: Any) -> Kind:
     """
     if isinstance(value, Tensor):
         return Nested() if value.is_nested else Dense()
-    if isinstance(value, PackedSequence):
-        return Packed()
-    if hasattr(type(value), "shape") and isinstance(value.shape, tuple):
-        return Array()
+    if isinstance(value, (list, tuple, range, deque)) and not isinstance(value, (PackedSequence, torch.Size)):
+        return Entries()
+    if isinstance(value, SCALARS):
+        return Kind()
+    return _kind_of_object(value)
+
+
+def has_entries(value: Any) -> bool:
+    """Tell whether a value has a length and entries: a list of samples, or an object that is read like one."""
     sized = hasattr(type(value), "__len__") and hasattr(type(value), "__getitem__")
-    return Entries() if sized and not isinstance(value, NO_ENTRIES) else Kind()
+    return sized and not isinstance(value, (Tensor, *NO_ENTRIES))
+
+
+def slices_itself(value: Any) -> bool:
+    """Tell whether brackets with a slice return an object of the same class with as many rows as were asked for."""
+    return has_entries(value) and _is_part(_answer(lambda: value[0:1]), value, min(1, len(value)))
 
 
 def of_type(value: Any, entries: Iterable[Any]) -> Any:
-    """Return entries in a list or tuple of the type of ``value``, else in a plain list."""
+    """Return entries in a list or tuple of the type of ``value``; in a plain list, if it is a range or the like.
+
+    Raises:
+        SplitError: if a class of its own does not hold what it is made of.
+    """
     entries = list(entries)
-    return entries if type(value) is list or not isinstance(value, (list, tuple)) else type(value)(entries)
+    if type(value) is list or isinstance(value, (range, deque)):
+        return entries
+    if type(value) is tuple:
+        return tuple(entries)
+    made = _answer(lambda: type(value)(entries))
+    if isinstance(made, type(value)) and same_entries(_answer(lambda: list(made)), entries):
+        return made
+    if not isinstance(value, (list, tuple)) and not hasattr(value, "__dict__"):
+        return entries
+    name = type(value).__name__
+    raise SplitError(
+        f"A {name} cannot be made of {len(entries)} of its {len(value)} entries: {name}([...]) does not hold what it "
+        f"is given. Give list(batch) or tuple(batch), or let {name} take a list, or slices return a {name}."
+    )
+
+
+def same_entries(made: Any, given: Sequence[Any]) -> bool:
+    """Tell whether a sequence holds the very things that it was made of."""
+    return isinstance(made, (list, tuple)) and len(made) == len(given) and all(map(is_same, made, given))
+
+
+def is_same(made: Any, given: Any) -> bool:
+    """Tell whether an object keeps what it was made of: the very object, or one that looks at the same memory."""
+    if made is given:
+        return True
+    if isinstance(made, Tensor) and isinstance(given, Tensor):
+        plain = made.layout is given.layout is torch.strided
+        return plain and made.shape == given.shape and made.data_ptr() == given.data_ptr() and made.dtype == given.dtype
+    if type(made) is not type(given):
+        return False
+    if isinstance(given, (list, tuple)):
+        return same_entries(made, given)
+    if isinstance(given, Mapping):
+        return list(made) == list(given) and all(is_same(made[key], given[key]) for key in given)
+    return isinstance(given, SCALARS) and bool(made == given)
+
+
+def _kind_of_object(value: Any) -> Kind:
+    if isinstance(value, PackedSequence):
+        return Packed()
+    if hasattr(type(value), "shape") and isinstance(value.shape, tuple) and not _is_bare_mapping(value):
+        return Array()
+    if not has_entries(value):
+        return Kind()
+    if slices_itself(value):
+        return Sliced()
+    # The entries of what is no declared sequence are its rows if they are plain: a graph's brackets may mean anything.
+    plain = isinstance(value, Sequence) or (len(value) > 0 and isinstance(_answer(lambda: value[0]), (str, int, float)))
+    return Entries() if plain else Kind()
+
+
+def _is_bare_mapping(value: Any) -> bool:
+    """Whether it is a mapping with a shape that says nothing of rows: its entries do."""
+    return isinstance(value, Mapping) and value.shape == ()  # type: ignore[attr-defined]
+
+
+def _places(value: Any, index: Index) -> Sequence[int]:
+    return range(len(value))[index] if isinstance(index, slice) else index
+
+
+def _asked(value: Any, index: Index) -> Iterator[Callable[[], Any]]:
+    """The ways in which an object may let rows be taken out of it, the usual one first."""
+    if isinstance(index, slice):
+        yield lambda: value[index]
+    places = list(_places(value, index))
+    yield lambda: value[places]
+    yield lambda: value[torch.tensor(places, dtype=torch.long)]
+    yield lambda: value.index_select(places)
+
+
+def _answer(ask: Callable[[], Any]) -> Any:
+    """What an object answers; None if it is not able to."""
+    try:
+        return ask()
+    except UNABLE:
+        return None
+
+
+def _is_part(part: Any, value: Any, rows: int) -> bool:
+    return isinstance(part, type(value)) and len(part) == rows
 
 
 def _nested(rows: list[Tensor], like: Tensor) -> Tensor:
