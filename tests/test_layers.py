@@ -16,23 +16,9 @@ SOURCE = Path(__file__).parents[1] / "src" / "wholebatch"
 LAYERS = (
     ("errors", "amounts"),
     # facts: about losses, numbers, models and batches
-    (
-        "draws",
-        "reach",
-        "survey",
-        "state",
-        "holders",
-        "snapshot",
-        "loss",
-        "losses",
-        "precision",
-        "sums",
-        "denominators",
-        "shares",
-        "moments",
-        "norms",
-        "buffers",
-    ),
+    ("draws", "reach", "survey", "state", "holders", "snapshot"),
+    ("loss", "losses", "below", "shapes", "precision", "flags", "forms", "sums", "denominators", "shares", "conduct"),
+    ("readers", "moments", "norms", "buffers"),
     ("leaves", "containers", "doubts", "batch", "memory", "checkpointing"),
     # the batch and its pieces
     ("padding", "sizes", "window", "dealing"),

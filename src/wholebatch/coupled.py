@@ -260,7 +260,7 @@ class _Coupled:
         self.ranks.settle()
         self.ranks.reduce(self.gradients)
         result = Result(**sums.report(self.survey.device), micro_batches=len(self.pieces), rows=rows)
-        return Pending(result, self.gradients, 1.0, sums.alive, tally.losses)
+        return Pending(result, self.gradients, 1.0, sums.alive, tally.losses, tally.flags)
 
     def _loss(
         self, forms: Sequence[pytree.TreeSpec], encoded: Sequence[Sequence[Tensor]]

@@ -10,11 +10,14 @@ import torch
 from torch import Tensor
 
 from wholebatch.errors import InexactError, LossError
-from wholebatch.loss import Answer, Count, TermKey
+from wholebatch.loss import Answer, Count, Mean, TermKey
 from wholebatch.precision import power_of_two, precise
 from wholebatch.sums import KNOWN, Sums
 
 Divisors = dict[TermKey, Count]
+
+FAR = 4
+"""How many times too small a guess may be; half precision has room for this."""
 
 
 class Denominators(Protocol):
@@ -36,6 +39,9 @@ class Denominators(Protocol):
     def admit(self, answer: Answer, extent: float) -> bool:
         """Take note of an answer before its backward; False if every denominator must be known first."""
 
+    def correction(self) -> float:
+        """Take the factor that what was propagated before the last answer is to be given now."""
+
     def of(self, answer: Answer) -> Divisors:
         """Return what each term of the answer is divided by now."""
 
@@ -47,33 +53,70 @@ class Denominators(Protocol):
 
 
 class Provisional:
-    """Divide by one number for the window, a guess from its first micro-batch, and mend the sum afterwards.
+    """Divide by one number for the window, a guess from its micro-batches, and mend the sum afterwards.
 
     Serves losses whose terms all share one denominator, or have none. The guess is a power of two, so that dividing
-    by it costs no digit, and keeps half-precision gradients in the range that a mean would have.
+    by it costs no digit, and keeps half-precision gradients in the range that a mean would have. It is made from the
+    first micro-batch; one without items tells nothing, and one with far fewer than the rest too little, so a guess that
+    turns out far too small is given up for a better one, and what was divided by it is brought over.
 
     Args:
         world: number of ranks, over which a wrapper averages.
         exact_last: whether nothing is propagated, or the last share waits, until the true denominators are known.
         loose: whether shares are propagated before that.
+        extent: how much there is in the window, in rows or tokens: the guess while no micro-batch has any item.
+        adapts: whether a guess may change once shares have been divided by it.
+        read: whether hooks read gradients on their way, for which no guess will do.
     """
 
-    def __init__(self, world: int, exact_last: bool, loose: bool) -> None:
+    def __init__(
+        self,
+        world: int,
+        exact_last: bool,
+        loose: bool,
+        extent: float = 1.0,
+        adapts: bool = False,
+        read: bool = False,
+    ) -> None:
         self.loose = loose
-        self._world, self._exact_last = world, exact_last
+        self._world, self._exact_last, self._extent, self._adapts, self._read = world, exact_last, extent, adapts, read
         self._pattern: frozenset[TermKey] | None = None
         self._number: Count = 1.0
+        self._items = self._share = 0.0
+        self._correction = 1.0
         self._agreed = False
         self._true: Sums | None = None
 
     def admit(self, answer: Answer, extent: float) -> bool:
         pattern = _pattern(answer)
-        if self._pattern is None and pattern is not None:
-            self._pattern = pattern
+        if pattern is not None:
             averaged = [term for term in answer.terms.values() if term.kind not in KNOWN]
-            if not self._agreed:
-                self._number = power_of_two(averaged[0].count * extent) if averaged else 1.0
-        return not self.loose or (pattern is not None and pattern == self._pattern)
+            if averaged and not self._agreed:
+                self._guess(averaged[0], extent, first=self._pattern is None)
+            self._pattern = pattern if self._pattern is None else self._pattern
+        if not self.loose:
+            return True
+        return pattern is not None and pattern == self._pattern and not (self._read and pattern)
+
+    def correction(self) -> float:
+        correction, self._correction = self._correction, 1.0
+        return correction
+
+    def _guess(self, term: Mean, extent: float, first: bool) -> None:
+        count = term.count
+        places = max(_places(term) * extent, self._extent)
+        if isinstance(count, Tensor) or isinstance(self._number, Tensor):
+            if first:
+                some = torch.as_tensor(count)
+                self._number = power_of_two(torch.where(some != 0, some * extent, places))
+            return
+        before = self._items
+        self._items, self._share = self._items + abs(count), self._share + 1 / extent
+        guess = power_of_two(self._items / self._share if self._items else places)
+        far = self._adapts and (not before or guess >= FAR * self._number)
+        if isinstance(guess, float) and (first or far):
+            self._correction = 1.0 if first else self._number / guess
+            self._number = guess
 
     def of(self, answer: Answer) -> Divisors:
         if self._true is not None:
@@ -133,6 +176,9 @@ class Known:
 
     def adopt(self, number: float) -> None:
         return None
+
+    def correction(self) -> float:
+        return 1.0
 
     def admit(self, answer: Answer, extent: float) -> bool:
         self._expected.update(self._here(answer))
@@ -201,6 +247,11 @@ def _same_answers(before: Sums, now: Sums) -> None:
                 f"{first.item():g} in the counting pass and to {second.item():g} after it. It keeps a state of its own "
                 "or draws from a generator of its own. State the counts with items=, then each micro-batch is run once."
             )
+
+
+def _places(term: Mean) -> float:
+    """How many items a micro-batch without any could have had."""
+    return float(term.source.numel() if isinstance(term.source, Tensor) else 1)
 
 
 def _pattern(answer: Answer) -> frozenset[TermKey] | None:

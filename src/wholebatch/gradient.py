@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from typing_extensions import Unpack
 
+from wholebatch.conduct import Watched, refuse_no_function, refuse_silence
 from wholebatch.denominators import (
     Denominators,
     Divisors,
@@ -31,14 +32,17 @@ from wholebatch.denominators import (
     uniform,
 )
 from wholebatch.errors import LossError, SyncError
+from wholebatch.flags import Flags
 from wholebatch.loss import Answer, Count, read
 from wholebatch.norms import Pooled, pooled
 from wholebatch.options import Options, checked, checked_scaler
 from wholebatch.precision import Gradients, all_or_nothing, foreign_leaves, reentrant
 from wholebatch.ranks import ranks_of
 from wholebatch.reach import reach_of
+from wholebatch.readers import gradients_are_read
 from wholebatch.recovery import Record, Recovery, Redo
 from wholebatch.refusals import refuse_foreign, refuse_inexact, refuse_moved
+from wholebatch.shapes import Shapes
 from wholebatch.shares import Shares, weighted
 from wholebatch.sizes import Auto, Size
 from wholebatch.staged import window_for
@@ -136,6 +140,7 @@ class Pending:
     coefficient: Count
     alive: Count
     losses: list[list[Tensor]]
+    flags: Flags
 
     def finish(self, factor: Count = 1.0) -> Result:
         """Multiply the window's sum and add it to what ``.grad`` held before; all of that may still be taken back."""
@@ -174,6 +179,7 @@ def accumulate(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is {type(model).__name__}; pass the torch.nn.Module whose gradient is wanted.")
+    refuse_no_function(loss_fn)
     chosen, scaler = checked(options), checked_scaler(scaler)
     reach = reach_of(loss_fn)
     survey = Survey(model, reach.modules, reach.leaves)
@@ -215,12 +221,15 @@ class _Run:
         self.extent = sum(piece.size for piece in pieces)
         distributed = ranks.world > 1
         self.travel = ranks.travel
-        self.window = window_for(survey, loss_fn, pieces, options, ranks, auto is not None)
+        self.loss_fn, self.shapes = loss_fn, Shapes()
+        self.watched = Watched(loss_fn, gradients.parameters)
+        self.window = window_for(survey, self.watched, pieces, options, ranks, auto is not None)
         if self.window.meets:
             self.travel = Travel.APART
         elif distributed and (auto is not None or options.get("accumulate_in") is not None):
             self.travel = self._without_reducer(auto)
         self.single = len(pieces) < 2 and auto is None and self.travel is Travel.LAST
+        self.read = not self.single and gradients_are_read(survey, gradients.parameters.values())
         self.alone = self.single and not distributed
         self.start: State | None = None
         # At buffers: after the first forward, and after the last.
@@ -262,6 +271,8 @@ class _Run:
             self._refuse_moved_buffers(micro_batches)
         self.window.backward()
         here = tally.sums()
+        if micro_batches > 1 or self.ranks.world > 1:
+            self.shapes.check()
         denominators.check(here)
         agreement = self.ranks.agree(Status.READY, here, float(denominators.loose))
         sums = agreement.sums
@@ -279,10 +290,11 @@ class _Run:
         self.window.commit()
         if self.ranks.world == 1:
             self.shares.check()
-            self._refuse_own_backward(sums)
+        if not sums.schema.terms and self.pieces:
+            refuse_silence(self.loss_fn, self.survey, self._again())
         rows = sum(piece.rows for piece in self.pieces)
         result = Result(**sums.report(self.device), micro_batches=micro_batches, rows=rows)
-        return Pending(result, self.gradients, factor, sums.alive, tally.losses)
+        return Pending(result, self.gradients, factor, sums.alive, tally.losses, tally.flags)
 
     def _run_pieces(self, tally: Tally, denominators: Denominators, pool: Pooled | None) -> tuple[Answer | None, int]:
         """Run the pieces; return the last answer if its backward waits for the agreement, and how many ran."""
@@ -308,7 +320,8 @@ class _Run:
 
     def _provisional(self) -> Provisional:
         exact_last = self.single or (self.ranks.world > 1 and self.travel is Travel.LAST)
-        return Provisional(self.ranks.world, exact_last, loose=not self.single)
+        adapts = not self.ranks.meets and self.travel is not Travel.EVERY
+        return Provisional(self.ranks.world, exact_last, not self.single, self.extent, adapts, self.read)
 
     def _admitted(self, piece: Piece | None, tally: Tally, denominators: Denominators) -> Answer | None:
         answer = self._forward(piece, tally)
@@ -330,16 +343,39 @@ class _Run:
     def _admits(self, answer: Answer | None, piece: Piece | None, denominators: Denominators) -> bool:
         if answer is None or piece is None:
             return True
-        return denominators.admit(answer, self.extent / max(piece.size, 1))
+        admitted = denominators.admit(answer, self.extent / max(piece.size, 1))
+        correction = denominators.correction()
+        if correction != 1.0:
+            self.gradients.scale(correction)
+        return admitted
 
     def _forward(self, piece: Piece | None, tally: Tally) -> Answer | None:
-        answer = None if piece is None else tally.add(read(self.window.loss(piece), piece.rows))
+        answer = None if piece is None else self._heard(piece, tally)
         self.ranks.attend()
         if answer is not None:
             self._explore(answer)
         if self.looks > 1:
             self._refuse_moved_buffers(len(self.pieces))
         return answer
+
+    def _heard(self, piece: Piece, tally: Tally) -> Answer | None:
+        """Run the loss function of a piece, and look whether what it says can be believed."""
+        said = read(self.window.loss(piece))
+        self.shapes.note(said, piece.rows, self.watched.micro_batch)
+        self.watched.micro_batch = None
+        return tally.add(said)
+
+    def _again(self) -> Callable[[], Any] | None:
+        """Say how to run the first piece once more without a trace; None where other ranks would have to join."""
+        if self.ranks.world > 1 or self.window.meets:
+            return None
+
+        def run() -> None:
+            state = State(self.survey)
+            self.window.loss(self.pieces[0])
+            state.restore()
+
+        return run
 
     def _explore(self, answer: Answer) -> None:
         """Find leaves outside of the model that this backward will add to, so that they are mended or taken back too.
@@ -411,14 +447,6 @@ class _Run:
     ) -> Denominators:
         everywhere = self.ranks.agree(Status.READY, here).sums
         return Known(partial(of, everywhere), partial(of, here), source, before)
-
-    def _refuse_own_backward(self, sums: Sums) -> None:
-        """Notice a loss function that returned nothing because it went backward by itself."""
-        if not sums.schema.terms and self.gradients.held():
-            raise LossError(
-                f"loss_fn returned None for every one of {len(self.pieces)} micro-batches, but gradients have arrived: "
-                "it calls backward() itself. Return the loss instead, unreduced; going backward is done for you."
-            )
 
     def _refuse_moved_buffers(self, pieces: int) -> None:
         """Look, after the first forward and after the last, whether the model keeps running values of its own."""

@@ -138,7 +138,8 @@ class Mean(Terms):
     @property
     def group(self) -> tuple[object, ...]:
         """What identifies the denominator within one micro-batch: equal groups share it."""
-        return self.kind, id(self.source) if isinstance(self.source, Tensor) else self.source, self.spread
+        kind = "shape" if self.kind == "bare" else self.kind
+        return kind, id(self.source) if isinstance(self.source, Tensor) else self.source, self.spread
 
 
 def mean(values: Tensor, weights: Tensor | None = None) -> Mean:
@@ -257,8 +258,13 @@ class Answer:
         return replace(self, terms={key: term for key, term in self.terms.items() if key not in keys})
 
 
-def read(returned: object, rows: int) -> Answer | None:
-    """Read what a loss function returned for a micro-batch of so many rows.
+def read(returned: object, rows: int = 1) -> Answer | None:
+    """Read what a loss function returned for a micro-batch.
+
+    Args:
+        returned: any of the forms.
+        rows: of the micro-batch, where it is read alone: one element for several rows is then refused. 1 where the
+            shapes are looked at over the whole window.
 
     Raises:
         LossError: if what the loss averages over cannot be known.
@@ -332,7 +338,8 @@ def _parts(value: object, rows: int) -> tuple[Mean, ...]:
             f"The loss function returned one element for a micro-batch of {rows} rows. If it is the only value there "
             f"is, say so with wb.mean(values); if it is a mean, wb.from_mean(loss, items=n). {FORMS}"
         )
-    return (mean(value),)
+    values = floating(value, "values")
+    return (_term(_sum(values), float(values.numel()), "bare", values.shape),)
 
 
 def _named(stated: Mapping[Any, object]) -> dict[str, object]:

@@ -194,7 +194,9 @@ class Step:
         )
         if self.scaler is not None:
             norm = norm / self.scaler.scale(torch.ones((), device=loss.device))
-        numbers = torch.stack([norm.to(wide), loss.to(wide), _tensor(pending.alive, loss.device, wide)]).tolist()
+        told = [norm, loss, pending.alive, *pending.flags.values]
+        numbers = torch.stack([_tensor(number, loss.device, wide) for number in told]).tolist()
+        pending.flags.settle(numbers[3:])
         return numbers[0], numbers[1], bool(numbers[2])
 
     def _refusal(self, pending: Pending, norm: float, loss: float, alive: bool) -> str | None:

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from wholebatch.errors import LossError, SyncError
+from wholebatch.flags import Flags
+from wholebatch.forms import Forms
 from wholebatch.loss import Answer, Count, Mean, TermKey, plain_count
 
 KNOWN = ("one", "once")
@@ -132,19 +134,21 @@ class Tally:
     def __init__(self) -> None:
         self._terms: list[dict[TermKey, _Noted]] = []
         self._metrics: list[dict[str, _Noted]] = []
-        self._form: tuple[bool, int] | None = None
+        self._forms = Forms()
 
     def add(self, answer: Answer | None) -> Answer | None:
         """Note one micro-batch's sums; return what of it is to be learned from.
 
         Raises:
-            LossError: if an unnamed sum has another number of terms than before.
+            LossError: if its terms do not fit those that were noted before.
         """
         if answer is None:
             self._terms.append({})
             return None
-        self._check_form(answer)
+        self._forms.check(answer)
         repeated = [key for key, term in answer.terms.items() if term.kind == "once" and self._has(key)]
+        for key in repeated:
+            self._forms.compare(key, self._first(key), answer.terms[key])
         if repeated:
             answer = answer.without(repeated)
         self._terms.append({key: _noted(term) for key, term in answer.terms.items()})
@@ -169,7 +173,7 @@ class Tally:
         terms, metrics = _by_key(self._terms), _by_key(self._metrics)
         kinds = tuple((key, notes[0].kind) for key, notes in terms.items())
         metric_kinds = tuple((name, notes[0].kind) for name, notes in metrics.items())
-        sums = Sums(Schema(self._form is not None and self._form[0], kinds, metric_kinds))
+        sums = Sums(Schema(bool(self._forms.named), kinds, metric_kinds))
         for key, notes in terms.items():
             sums.totals[key] = _sum([note.total for note in notes])
             sums.weighted[key] = _weighted(notes, sums.totals[key])
@@ -178,20 +182,16 @@ class Tally:
             sums.metrics[name] = _sum([n.total * n.weight for n in notes]), count_total([n.items for n in notes])
         return sums
 
+    @property
+    def flags(self) -> Flags:
+        """What a device has yet to say about the answers."""
+        return self._forms.flags
+
     def _has(self, key: TermKey) -> bool:
         return any(key in terms for terms in self._terms)
 
-    def _check_form(self, answer: Answer) -> None:
-        if not answer.terms:
-            return
-        form = (answer.named, 0 if answer.named else len(answer.terms))
-        if self._form is not None and form != self._form:
-            raise LossError(
-                f"The loss function returned {_described(self._form)} for an earlier micro-batch and "
-                f"{_described(form)} for this one, so its terms cannot be told apart. Name them: return "
-                "{'ce': a, 'aux': 0.1 * b}."
-            )
-        self._form = form
+    def _first(self, key: TermKey) -> Tensor:
+        return next(terms[key].total for terms in self._terms if key in terms)
 
 
 def stated_sums(answers: Iterable[Any]) -> Sums:
@@ -268,11 +268,6 @@ def _stated_number(count: Any) -> Count:
         return plain_count(count)
     except LossError as error:
         raise LossError(f"items= must return a number, or one for each term. {error}") from None
-
-
-def _described(form: tuple[bool, int]) -> str:
-    named, width = form
-    return "a dict of terms" if named else f"a sum of {width} terms" if width > 1 else "one term"
 
 
 def _joined(first: tuple[Any, ...], second: tuple[Any, ...]) -> tuple[Any, ...]:
