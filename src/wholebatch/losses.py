@@ -27,13 +27,14 @@ def cross_entropy(
 
     Args:
         logits: (rows, classes, ...), classes on the second dimension as in torch.
-        labels: (rows, ...) class indices, or (rows, classes, ...) probabilities.
+        labels: (rows, ...) class indices, of any integer type or bool, or (rows, classes, ...) probabilities.
         weight: (classes,), a weight a class.
         ignore_index: the label that does not count.
         label_smoothing: as in torch, from 0 to 1.
 
     Raises:
-        LossError: if logits have no class dimension or their shape does not fit the labels'.
+        LossError: if logits have no class dimension, their shape does not fit the labels', or a label on the CPU is
+            no class.
 
     Example:
         >>> import torch, wholebatch as wb
@@ -51,16 +52,20 @@ def cross_entropy(
         total = F.cross_entropy(logits, labels, weight, reduction="sum", label_smoothing=label_smoothing)
         return Mean(total, rows, kind="shape", source=tuple(labels.shape))
     _same_shape(logits.shape[:1] + logits.shape[2:], labels.shape)
-    total = F.cross_entropy(
-        logits, labels, weight, ignore_index=ignore_index, reduction="sum", label_smoothing=label_smoothing
-    )
-    counted = labels != ignore_index
-    count = counted.sum() if weight is None else (weight[torch.where(counted, labels, 0)] * counted).sum()
+    classes = _as_classes(labels)
+    total = _sum(logits, classes, weight, ignore_index, label_smoothing)
+    counted = classes != ignore_index
+    count = counted.sum() if weight is None else (weight[torch.where(counted, classes, 0)] * counted).sum()
     return Mean(total, count, kind="labels" if weight is None else "weighted labels", source=labels)
 
 
 def causal_lm(
-    logits: Tensor, labels: Tensor | None = None, *, shift_labels: Tensor | None = None, ignore_index: int = -100
+    logits: Tensor,
+    labels: Tensor | None = None,
+    *,
+    shift_labels: Tensor | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
 ) -> Mean:
     """Average next-token cross entropy over every supervised token of the whole batch.
 
@@ -71,6 +76,7 @@ def causal_lm(
         labels: (rows, length), not shifted; ``ignore_index`` where nothing is to be learned.
         shift_labels: (rows, length), already shifted by the collate function; taken as they are.
         ignore_index: the label that does not count.
+        label_smoothing: as in torch, from 0 to 1.
 
     Raises:
         LossError: unless exactly one of labels and shift_labels is given, or if shapes do not fit.
@@ -81,22 +87,23 @@ def causal_lm(
         2.0
     """
     if labels is not None and shift_labels is None:
-        source, targets = labels, F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+        source, targets = labels, F.pad(_as_classes(labels), (0, 1), value=ignore_index)[..., 1:]
     elif shift_labels is not None and labels is None:
         source = targets = shift_labels
     else:
         raise LossError("causal_lm takes labels= (it shifts them) or shift_labels= (shifted already): exactly one.")
-    term = _tokens(logits, targets, ignore_index)
+    term = _tokens(logits, targets, ignore_index, label_smoothing=label_smoothing)
     return Mean(term.total, term.count, kind="shifted labels", source=source)
 
 
-def masked_lm(logits: Tensor, labels: Tensor, ignore_index: int = -100) -> Mean:
+def masked_lm(logits: Tensor, labels: Tensor, ignore_index: int = -100, label_smoothing: float = 0.0) -> Mean:
     """Average the cross entropy over the masked tokens of the whole batch.
 
     Args:
         logits: (rows, length, vocabulary).
         labels: (rows, length); ``ignore_index`` everywhere but at the tokens to be restored.
         ignore_index: the label that does not count.
+        label_smoothing: as in torch, from 0 to 1.
 
     Raises:
         LossError: if the shapes do not fit.
@@ -106,11 +113,15 @@ def masked_lm(logits: Tensor, labels: Tensor, ignore_index: int = -100) -> Mean:
         >>> wb.losses.masked_lm(torch.zeros(1, 3, 5), torch.tensor([[-100, 2, -100]])).count
         1.0
     """
-    return _tokens(logits, labels, ignore_index)
+    return _tokens(logits, labels, ignore_index, label_smoothing=label_smoothing)
 
 
 def token_classification(
-    logits: Tensor, labels: Tensor, weight: Tensor | None = None, ignore_index: int = -100
+    logits: Tensor,
+    labels: Tensor,
+    weight: Tensor | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
 ) -> Mean:
     """Average the cross entropy over the labelled tokens of the whole batch.
 
@@ -119,6 +130,7 @@ def token_classification(
         labels: (rows, length).
         weight: (classes,), a weight a class.
         ignore_index: the label that does not count.
+        label_smoothing: as in torch, from 0 to 1.
 
     Raises:
         LossError: if the shapes do not fit.
@@ -128,13 +140,41 @@ def token_classification(
         >>> wb.losses.token_classification(torch.zeros(2, 2, 3), torch.tensor([[0, 1], [2, -100]])).count
         3.0
     """
-    return _tokens(logits, labels, ignore_index, weight)
+    return _tokens(logits, labels, ignore_index, weight, label_smoothing)
 
 
-def _tokens(logits: Tensor, labels: Tensor, ignore_index: int, weight: Tensor | None = None) -> Mean:
+def _tokens(
+    logits: Tensor, labels: Tensor, ignore_index: int, weight: Tensor | None = None, label_smoothing: float = 0.0
+) -> Mean:
     _same_shape(logits.shape[:-1], labels.shape)
-    term = cross_entropy(logits.flatten(0, -2), labels.flatten().to(logits.device), weight, ignore_index)
+    flat = _as_classes(labels).flatten().to(logits.device)
+    term = cross_entropy(logits.flatten(0, -2), flat, weight, ignore_index, label_smoothing)
     return Mean(term.total, term.count, kind=term.kind, source=labels)
+
+
+def _as_classes(labels: Tensor) -> Tensor:
+    """Return labels as torch's own indices: bytes would be read as a mask, and could not hold -100."""
+    if labels.dtype is torch.int64:
+        return labels
+    if labels.is_floating_point() or labels.is_complex():
+        raise LossError(f"labels are {labels.dtype}, but here they are the numbers of classes. Pass labels.long().")
+    return labels.long()
+
+
+def _sum(logits: Tensor, classes: Tensor, weight: Tensor | None, ignore_index: int, label_smoothing: float) -> Tensor:
+    """Add up the cross entropy over the labels that count."""
+    try:
+        return F.cross_entropy(
+            logits, classes, weight, ignore_index=ignore_index, reduction="sum", label_smoothing=label_smoothing
+        )
+    except IndexError:
+        number = logits.shape[1]
+        wrong = classes[(classes != ignore_index) & ((classes < 0) | (classes >= number))].tolist()
+        raise LossError(
+            f"labels hold {', '.join(map(str, sorted(set(wrong))[:8]))}, but logits have {number} classes, 0 to {number - 1}, and "
+            f"the label that does not count is {ignore_index}. If it is another one, say so: "
+            f"ignore_index={wrong[0] if wrong else -1}."
+        ) from None
 
 
 def _precise(logits: Tensor) -> Tensor:
