@@ -21,7 +21,7 @@ LAYERS = (
     ("readers", "moments", "norms", "buffers"),
     ("leaves", "containers", "doubts", "batch", "memory", "checkpointing"),
     # the batch and its pieces
-    ("padding", "sizes", "window", "dealing"),
+    ("padding", "sizes", "reuse", "window", "dealing"),
     # gradients
     ("options", "refusals", "sync", "gathering", "replicated", "sharded", "ranks", "recovery", "staged"),
     ("gradient", "encoding", "coupled", "detector", "pipeline"),

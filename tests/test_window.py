@@ -270,3 +270,50 @@ def test_row_numbers_below_zero_are_no_empty_micro_batch(rows: Any) -> None:
 def test_a_number_in_the_loaders_place_is_refused_at_once() -> None:
     with pytest.raises(TypeError, match=r"wb\.windows\(loader, 8\)"):
         wb.windows(8, [1, 2])  # type: ignore[arg-type, call-overload]
+
+
+@pytest.mark.parametrize("k", [1, 2, 3, 5, [1, 2, 4], lambda window: window + 1], ids=str)
+@pytest.mark.parametrize("last", ["apply", "drop"])
+@pytest.mark.parametrize("number", [0, 1, 6, 7])
+def test_the_number_of_windows_is_known_where_that_of_micro_batches_is(number: int, last: Any, k: Any) -> None:
+    assert len(wb.windows(range(number), k, last)) == len(list(wb.windows(iter(range(number)), k, last)))
+    with pytest.raises(TypeError, match="no len"):
+        len(wb.windows(iter(range(number)), k))
+
+
+def test_a_short_last_window_is_dropped_only_if_that_is_said() -> None:
+    assert list(wb.windows(range(5), 2, last="drop")) == [[0, 1], [2, 3]]
+    assert list(wb.windows(range(4), 2, last="drop")) == [[0, 1], [2, 3]]
+    with pytest.raises(ValueError, match=r"last='ignore' .*\"apply\", or \"drop\""):
+        wb.windows(range(5), 2, last="ignore")  # type: ignore[arg-type]
+
+
+def test_none_in_a_window_that_is_cut_says_what_none_means() -> None:
+    window = wb.Window([{"x": torch.zeros(4, 1)}, None])
+    with pytest.raises(SplitError, match=r"it is None, which only a loss function returns.*if batch is not None"):
+        pieces_of(window, 2)
+    assert pieces_of(window)[1].load() is None
+
+
+@pytest.mark.parametrize(
+    "micro_batch",
+    [
+        {"graph": object(), "y": torch.zeros(0)},
+        {"path": "image.png", "boxes": torch.zeros(0, 4)},
+        {"images": torch.zeros(4, 3, 8, 8), "boxes": torch.zeros(0, 4)},
+        {"image": (object(), "image.png"), "targets": []},
+        [{"boxes": torch.zeros(0, 4)}, object()],
+    ],
+    ids=["graph", "path", "images", "nothing countable", "list"],
+)
+def test_a_micro_batch_without_countable_rows_counts_and_runs(micro_batch: Any) -> None:
+    window = wb.Window([{"x": torch.zeros(3, 1)}, micro_batch])
+    assert [piece.load() for piece in pieces_of(window)][1] is micro_batch
+    model, ran = torch.nn.Linear(1, 1), []
+
+    def loss(model: torch.nn.Module, piece: Any) -> wb.Mean:
+        ran.append(piece)
+        return wb.mean(model(torch.ones(2, 1)))
+
+    assert wb.backward(model, loss, window).micro_batches == 2
+    assert ran[-1] is micro_batch

@@ -170,10 +170,10 @@ def _sum(logits: Tensor, classes: Tensor, weight: Tensor | None, ignore_index: i
     except IndexError:
         number = logits.shape[1]
         wrong = classes[(classes != ignore_index) & ((classes < 0) | (classes >= number))].tolist()
+        named = ", ".join(map(str, sorted(set(wrong))[:8]))
         raise LossError(
-            f"labels hold {', '.join(map(str, sorted(set(wrong))[:8]))}, but logits have {number} classes, 0 to {number - 1}, and "
-            f"the label that does not count is {ignore_index}. If it is another one, say so: "
-            f"ignore_index={wrong[0] if wrong else -1}."
+            f"labels hold {named}, but logits have {number} classes, 0 to {number - 1}, and the label that does not "
+            f"count is {ignore_index}. If it is another one, say so: ignore_index={wrong[0] if wrong else -1}."
         ) from None
 
 

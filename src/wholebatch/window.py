@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import count, islice
-from typing import Any, Generic, SupportsIndex, TypeAlias, overload
+from typing import Any, Generic, Literal, SupportsIndex, TypeAlias, overload
 
 from typing_extensions import TypeVar
 
-from wholebatch.batch import Nest
+from wholebatch.batch import Leaf, Nest
 from wholebatch.errors import SplitError
-from wholebatch.leaves import Entries, kind_of
+from wholebatch.leaves import SCALARS, Entries, has_entries
 from wholebatch.padding import Padding
+from wholebatch.reuse import Memory
 from wholebatch.sizes import Auto, Size, Tokens, whole_number
 
 T = TypeVar("T", default=Any)
@@ -43,33 +44,93 @@ class Window(list[T], Generic[T]):
         return Window(super().__getitem__(place)) if isinstance(place, slice) else super().__getitem__(place)
 
 
-def windows(loader: Iterable[T], k: Schedule) -> Iterator[Window[T]]:
+def windows(loader: Iterable[T], k: Schedule, last: Literal["apply", "drop"] = "apply") -> Windows[T]:
     """Gather the micro-batches of a loader into windows of ``k``; the last may be short.
 
-    Every micro-batch comes once, in order, and none is dropped. The loader needs no length and is read once; a
-    window is yielded as soon as it is full, and nothing beyond it is read before the next is asked for.
+    Every micro-batch comes once, in order, and none is dropped unless ``last="drop"`` says so. The loader needs no
+    length and is read once; a window is yielded as soon as it is full, and nothing beyond it is read before the next
+    is asked for. A loader that writes each micro-batch into the same memory is refused.
 
     Args:
         loader: whatever yields micro-batches.
         k: micro-batches in a window: a number; a sequence of numbers, window by window, whose last one goes on;
             or a function of the window's number, from 0.
+        last: what becomes of a last window with fewer micro-batches: ``"apply"`` yields it, ``"drop"`` does not.
 
     Returns:
-        An iterator of windows, each with one micro-batch or more.
+        An iterator of windows, each with one micro-batch or more. It has a length where the loader has one.
 
     Raises:
         TypeError: for a ``k`` that is no whole number.
-        ValueError: for a ``k`` below 1, or an empty sequence.
+        ValueError: for a ``k`` below 1, an empty sequence, or another ``last``.
+        SplitError: while it is read, if a micro-batch has been overwritten by a later one.
 
     Example:
         >>> [list(window) for window in wb.windows(range(5), 2)]
         [[0, 1], [2, 3], [4]]
         >>> [list(window) for window in wb.windows(range(6), [1, 2])]
         [[0], [1, 2], [3, 4], [5]]
+        >>> len(wb.windows(range(5), 2)), len(wb.windows(range(5), 2, last="drop"))
+        (3, 2)
     """
     if not isinstance(loader, Iterable):
         raise TypeError(f"loader is {loader!r:.80}, of which nothing can be read. Call wb.windows(loader, 8).")
-    return _windows(loader, _schedule(k))
+    if last not in ("apply", "drop"):
+        raise ValueError(f'last={last!r} is no way to end: a short last window is stepped with, "apply", or "drop".')
+    return Windows(loader, _schedule(k), drop_last=last == "drop")
+
+
+class Windows(Iterator[Window[T]], Generic[T]):
+    """What `windows` returns: reads a loader once, window by window.
+
+    Args:
+        loader: whatever yields micro-batches.
+        sizes: says how many micro-batches a window holds, by its number.
+        drop_last: whether a last window with fewer is left out.
+    """
+
+    def __init__(self, loader: Iterable[T], sizes: Callable[[int], int], drop_last: bool) -> None:
+        self._loader, self._sizes, self._drop_last = loader, sizes, drop_last
+        self._read: Iterator[Window[T]] | None = None
+
+    def __iter__(self) -> Windows[T]:
+        return self
+
+    def __next__(self) -> Window[T]:
+        if self._read is None:
+            self._read = _gathered(self._loader, self._sizes, self._drop_last)
+        return next(self._read)
+
+    def __len__(self) -> int:
+        """How many windows the whole loader makes.
+
+        Raises:
+            TypeError: if the loader has no length.
+        """
+        number, left = 0, len(self._loader)  # type: ignore[arg-type]  # says itself that it has none
+        while left > 0:
+            left -= self._sizes(number)
+            number += 1
+        return number - 1 if left < 0 and self._drop_last else number
+
+
+def _gathered(loader: Iterable[T], sizes: Callable[[int], int], drop_last: bool) -> Iterator[Window[T]]:
+    micro_batches = iter(loader)
+    for number in count():
+        first = list(islice(micro_batches, 1))  # before the schedule is asked: it may end with the loader
+        if not first:
+            return
+        size = sizes(number)
+        window, memory = Window(first), Memory()
+        while len(window) < size:
+            memory.add(window[-1])
+            following = list(islice(micro_batches, 1))
+            if not following:
+                break
+            window += following
+        memory.check(window)
+        if len(window) == size or not drop_last:
+            yield window
 
 
 class Piece:
@@ -165,15 +226,6 @@ def pieces_of(batch: Any, size: Size = None, *, whole: Sequence[str] = (), colla
     return _ready_made(batch, whole)
 
 
-def _windows(loader: Iterable[T], sizes: Callable[[int], int]) -> Iterator[Window[T]]:
-    micro_batches = iter(loader)
-    for number in count():
-        first = list(islice(micro_batches, 1))  # before the schedule is asked: it may end with the loader
-        if not first:
-            return
-        yield Window([*first, *islice(micro_batches, sizes(number) - 1)])
-
-
 def _schedule(k: Schedule) -> Callable[[int], int]:
     if callable(k):
         return lambda number: whole_number(k(number), f"The schedule's value for window {number}", "lambda window: 8")
@@ -217,11 +269,16 @@ def _ready_made(window: Window, whole: Sequence[str]) -> list[Piece]:
 
 
 def _one_piece(nest: Nest) -> list[Piece]:
-    """The batch as it is, whatever it is; nothing if it has no rows."""
+    """The batch as it is, whatever it is; nothing if it has no rows and nothing else that could be learned from."""
     rows = _rows(nest)
-    if rows is None:
+    if rows is None or (rows == 0 and any(map(_may_be_data, nest.leaves))):
         return [_uncut(nest)]
     return [Piece(nest.take, range(rows))] if rows else []
+
+
+def _may_be_data(leaf: Leaf) -> bool:
+    """Whether a leaf without rows may be what is learned from: an image or its path beside empty targets, a graph."""
+    return leaf.rows is None and (isinstance(leaf.value, str) or not isinstance(leaf.value, SCALARS))
 
 
 def _uncut(nest: Nest) -> Piece:
@@ -260,7 +317,7 @@ def _planned(cut: Callable[[Sequence[int]], Any], lengths: list[int], tokens: To
 
 
 def _pieces_of_samples(samples: Any, limit: int | Tokens | None, collate: Callable[[list[Any]], Any]) -> list[Piece]:
-    if not isinstance(kind_of(samples), Entries):
+    if not has_entries(samples):
         raise SplitError(
             f"collate= makes a micro-batch of a list of samples, but the batch is a {type(samples).__name__}. "
             "Let the loader yield samples: DataLoader(..., collate_fn=list)."
