@@ -213,7 +213,7 @@ def test_the_error_that_a_hook_makes_is_that_of_the_real_gradient() -> None:
     for parameter in model.parameters():
         parameter.register_hook(clip)
     report = wb.check(model, cross_entropy, batch, 4)
-    wb.backward(model, cross_entropy, batch, 4)
+    wb.backward(model, cross_entropy, batch, 4, verify="never")
     ours = torch.cat([parameter.grad.flatten() for parameter in model.parameters() if parameter.grad is not None])
     model.zero_grad()
     cross_entropy(model, batch).mean().backward()

@@ -232,7 +232,7 @@ class _Measurement:
         twin = twin_of(self.model)
         targets = named_targets(twin, self.model, loss_fn)
         with set_aside(targets.values()):
-            result = backward(twin, loss_fn, self.batch, self.size, **self.options)
+            result = backward(twin, loss_fn, self.batch, self.size, **_unverified(self.options))
             return {name: held(tensor, torch.float64) for name, tensor in targets.items()}, result.micro_batches
 
     def truths(self, loss_fn: LossFunction, drawn: bool) -> tuple[Reference, Reference | None]:
@@ -307,6 +307,11 @@ class _Measurement:
     def examples(self) -> Any:
         """Return rows to exchange: all of them, or those of one micro-batch where a window's can't be joined."""
         return whole_pieces(self.batch, self.whole, self.collate)[0]
+
+
+def _unverified(options: Options) -> Options:
+    """The same options, without a proof of the first window beside this one."""
+    return {**options, "verify": "never"}
 
 
 class _Replayed:

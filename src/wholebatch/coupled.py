@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 from typing_extensions import Unpack
 
 from wholebatch.denominators import Provisional
-from wholebatch.encoding import Encode, Encoder, Turn
+from wholebatch.encoding import Encode, Encoder, Turn, summed
 from wholebatch.errors import LossError, OutOfMemoryError, SplitError, SyncError
 from wholebatch.gathering import everyone
 from wholebatch.gradient import Pending, Result
@@ -32,6 +32,8 @@ from wholebatch.memory import is_out_of_memory, release, too_few_rows, words_of
 from wholebatch.norms import pooled
 from wholebatch.options import Options, checked, checked_scaler
 from wholebatch.precision import Gradients, all_or_nothing, foreign_leaves
+from wholebatch.proof import proven
+from wholebatch.proof.trial import Trial
 from wholebatch.ranks import ranks_of
 from wholebatch.reach import reach_of
 from wholebatch.refusals import refuse_foreign, refuse_inexact
@@ -154,10 +156,13 @@ def accumulate_coupled(
             pieces = pieces_of(batch, size, whole=chosen.get("whole", ()), collate=chosen.get("collate"))
             refuse_inexact(survey, pieces, chosen)
             order = None if isinstance(batch, Window) else _order(pieces)
+            functions = [*loss.encoders, loss.loss_fn]
+            trial = Trial(survey, summed(loss.encoders), ranks, scaler, chosen, learning, functions)
+            verified = proven(trial, batch, pieces)
             gradients.begin(learning, ranks.views, chosen.get("accumulate_in") or ranks.accumulate_in)
             pending = _Coupled(survey, loss, pieces, order, ranks, gradients, chosen).pending(scaler)
             gradients.end()
-            return pending
+            return pending.noted(survey, verified)
 
     if not isinstance(micro_batch_size, Auto):
         return run(micro_batch_size)

@@ -12,7 +12,7 @@ batch. A micro-batch sees only its share of them. Its backward is exact if its s
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -37,6 +37,8 @@ from wholebatch.loss import Answer, Count, read
 from wholebatch.norms import Pooled, pooled
 from wholebatch.options import Options, checked, checked_scaler
 from wholebatch.precision import Gradients, all_or_nothing, foreign_leaves, reentrant
+from wholebatch.proof import proven
+from wholebatch.proof.trial import Trial
 from wholebatch.ranks import ranks_of
 from wholebatch.reach import reach_of
 from wholebatch.readers import gradients_are_read
@@ -66,6 +68,8 @@ class Result:
         metrics: each metric's mean.
         micro_batches: how many pieces this rank ran.
         rows: how many rows this rank ran.
+        verified: what the first window has proven of windows like this one, or what could not be tried and why.
+        without_gradient: names of the model's parameters that require a gradient and got none from this window.
 
     All tensors are detached, without dimensions, and still on the device: reading one waits for it.
     """
@@ -76,6 +80,8 @@ class Result:
     metrics: dict[str, Tensor]
     micro_batches: int
     rows: int
+    verified: str = field(default="", kw_only=True)
+    without_gradient: tuple[str, ...] = field(default=(), kw_only=True)
 
 
 def backward(
@@ -148,6 +154,13 @@ class Pending:
         self.gradients.round()
         return self.result
 
+    def noted(self, survey: Survey, verified: str) -> Pending:
+        """Say in the result what has been proven, and which of the model's parameters got no gradient."""
+        missing = {id(p) for p in survey.parameters if p.requires_grad and self.gradients.take(p) is None}
+        names = [name for name, p in survey.model.named_parameters() if id(p) in missing] if missing else []
+        self.result = replace(self.result, verified=verified, without_gradient=tuple(names))
+        return self
+
     def merge(self, factor: Count = 1.0) -> None:
         """Do all that ``finish`` does but the rounding of sums that are wider than their parameters."""
         if isinstance(self.alive, float) and not self.alive:
@@ -189,8 +202,12 @@ def accumulate(
     with ranks:
         pieces = pieces_of(batch, micro_batch_size, whole=chosen.get("whole", ()), collate=chosen.get("collate"))
         refuse_inexact(survey, pieces, chosen, auto is not None)
-        gradients.begin([*survey.parameters, *also], ranks.views, wide)
-        pending = _Run(survey, loss_fn, pieces, scaler, ranks, gradients, auto, chosen).pending()
+        learning = [*survey.parameters, *also]
+        trial = Trial(survey, loss_fn, ranks, scaler, chosen, [*learning, *ranks.leaves()])
+        verified = proven(trial, batch, pieces, splits=auto is not None)
+        gradients.begin(learning, ranks.views, wide)
+        run = _Run(survey, loss_fn, pieces, scaler, ranks, gradients, auto, chosen)
+        pending = run.pending().noted(survey, verified)
         gradients.end()
         return pending
 

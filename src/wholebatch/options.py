@@ -32,6 +32,10 @@ class Options(TypedDict, total=False):
             "exact-lock-step": the same for a model that no graph can be made of, with the graphs of all pieces in
             memory; "pooled": each piece normalises by itself and running statistics are pooled and moved on once;
             "micro": as in a plain loop.
+        verify: when a window proves that it may be cut: one micro-batch runs whole and in two uneven parts, with
+            random draws held still and without a trace, and gradient, loss and items must agree. "first" (the
+            default): in the first window of a model, a loss function and a set of options, which then takes up to
+            three more micro-batches' time; "always": in every window, for tests; "never".
     """
 
     items: Callable[[Any], Counts] | None
@@ -41,10 +45,12 @@ class Options(TypedDict, total=False):
     accumulate_in: torch.dtype | None
     offload: bool
     batch_norm: Literal["exact", "exact-per-rank", "exact-lock-step", "pooled", "micro"] | None
+    verify: Literal["first", "always", "never"]
 
 
 CHOICES: dict[str, tuple[object, ...]] = {
     "sync": ("last", "every"),
+    "verify": ("first", "always", "never"),
     "batch_norm": (None, "exact", "exact-per-rank", "exact-lock-step", "pooled", "micro"),
 }
 

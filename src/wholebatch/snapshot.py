@@ -75,6 +75,10 @@ class Snapshot:
         """Name everything that is no longer what it was, random state aside."""
         return list(dict.fromkeys((*self._replaced(), *self._changed())))
 
+    def drew_elsewhere(self) -> bool:
+        """Tell whether global draws were made since that are not torch's: NumPy's, or Python's own."""
+        return self._random.drew_elsewhere()
+
     @torch.no_grad()
     def restore(self, draws: bool = True) -> list[Moved]:
         """Go back to the moment of the snapshot; all objects keep their identity.

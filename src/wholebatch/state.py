@@ -53,11 +53,14 @@ class State:
     def drew(self) -> bool:
         """Tell whether random numbers have been drawn since."""
         return (
-            random.getstate() != self._python
+            self.drew_elsewhere()
             or not torch.equal(torch.get_rng_state(), self._torch)
             or any(not torch.equal(_generator_state(device), state) for device, state in self._devices)
-            or pickle.dumps(_numpy_state()) != pickle.dumps(self._numpy)
         )
+
+    def drew_elsewhere(self) -> bool:
+        """Tell whether random numbers other than torch's have been drawn since: Python's own, or NumPy's."""
+        return random.getstate() != self._python or pickle.dumps(_numpy_state()) != pickle.dumps(self._numpy)
 
     def restore_random(self) -> None:
         """Go back to the random state alone and leave the buffers as they are now."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -128,6 +129,8 @@ class Step:
             buffers.clear()
             self.windows, self.steps = self.windows + 1, self.steps + taken.stepped
             self.rows += taken.rows
+        if taken.stepped and self.steps == 1:
+            self._warn_of_spare(taken.without_gradient)
         return taken
 
     def state_dict(self) -> dict[str, Any]:
@@ -158,6 +161,21 @@ class Step:
         if self.scaler is not None:
             self.scaler.load_state_dict(state["scaler"])
         self.windows, self.steps, self.rows = counters
+
+    def _warn_of_spare(self, names: Sequence[str]) -> None:
+        """Say once, after the first step, which of the optimizer's parameters have got no gradient."""
+        mine = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
+        spare = {name for name, p in self.model.named_parameters() if id(p) in mine} if names else set()
+        names = [name for name in names if name in spare]
+        if not names:
+            return
+        warnings.warn(
+            f"{len(names)} parameters got no gradient from the first window (first: {', '.join(names[:3])}); all are "
+            "in result.without_gradient. If they should learn, look for a detach(), a checkpoint with "
+            "use_reentrant=True around inputs without gradient, or a part that the loss does not use; else freeze "
+            "them: parameter.requires_grad_(False).",
+            stacklevel=3,
+        )
 
     def _take(self, batch: Any, gradients: Gradients, buffers: Buffers) -> StepResult:
         """Run the window, and let the optimizer step if it can be stepped."""

@@ -142,6 +142,7 @@ class Piece:
         lengths: of all rows in tokens, where pieces are counted in tokens.
         packed: rows lie one behind the other, without padding.
         ready: the micro-batch, if it has been cut already; it is handed out once, since a loss function may change it.
+        is_cut: whether it is a part of what the caller gave, and not all of it as it came.
     """
 
     def __init__(
@@ -151,12 +152,23 @@ class Piece:
         lengths: Sequence[int] | None = None,
         packed: bool = False,
         ready: Any = None,
+        is_cut: bool = True,
     ) -> None:
-        self.index = index
+        self.index, self.is_cut = index, is_cut
         self._cut, self._lengths, self._packed, self._ready = cut, lengths, packed, ready
 
     def __repr__(self) -> str:
         return f"Piece(rows={self.rows}, size={self.size:g})"
+
+    @property
+    def cut(self) -> Callable[[Sequence[int]], Any]:
+        """What makes a micro-batch of rows of the same batch."""
+        return self._cut
+
+    @property
+    def lengths(self) -> Sequence[int] | None:
+        """The tokens of all rows of the batch; None where micro-batches are counted in rows."""
+        return self._lengths
 
     @property
     def rows(self) -> int:
@@ -256,7 +268,7 @@ def _pieces(batch: Any, limit: int | Tokens | None, whole: Sequence[str], collat
     if isinstance(limit, int):
         # Views cost no memory, and cutting all of them in a row takes a tenth of the time of one here and one there.
         cut = nest.take if nest.has_views else lambda index: None
-        return [Piece(nest.take, index, ready=cut(index)) for index in _runs(rows, limit)]
+        return [Piece(nest.take, index, ready=cut(index), is_cut=rows > limit) for index in _runs(rows, limit)]
     return _pieces_by_tokens(nest, limit) if rows else []
 
 
@@ -273,7 +285,7 @@ def _one_piece(nest: Nest) -> list[Piece]:
     rows = _rows(nest)
     if rows is None or (rows == 0 and any(map(_may_be_data, nest.leaves))):
         return [_uncut(nest)]
-    return [Piece(nest.take, range(rows))] if rows else []
+    return [Piece(nest.take, range(rows), is_cut=False)] if rows else []
 
 
 def _may_be_data(leaf: Leaf) -> bool:
@@ -282,7 +294,7 @@ def _may_be_data(leaf: Leaf) -> bool:
 
 
 def _uncut(nest: Nest) -> Piece:
-    return Piece(lambda index: nest.batch, range(1))
+    return Piece(lambda index: nest.batch, range(1), is_cut=False)
 
 
 def _rows(nest: Nest) -> int | None:

@@ -93,6 +93,7 @@ def test_gradients_that_are_there_already_are_added_to(situation: Situation) -> 
     assert_same_gradient(model, expected)
 
 
+@pytest.mark.filterwarnings("ignore:2 parameters got no gradient")  # in FrozenAndUnused
 @in_both_precisions
 @in_every_situation
 def test_a_step_hands_the_same_gradient_to_the_optimizer(situation: Situation, dtype: torch.dtype) -> None:

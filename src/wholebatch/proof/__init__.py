@@ -1,0 +1,74 @@
+"""The first window proves itself: nothing is believed that has not been seen to add up.
+
+Whatever people keep in closures, classes and hooks, one thing shows it: the same rows, once whole and once in two
+parts, must give the same gradient, the same loss, the same items. Tried once for a model, a loss function and a set of
+options, before anything of the window itself runs:
+
+1. Choose a micro-batch with two rows or more, and cut it unevenly (:mod:`~wholebatch.proof.sample`).
+2. Run it whole and take its parts away again, with draws held still (:mod:`~wholebatch.proof.trial`).
+3. Where something remains, find out what explains it, and refuse (:mod:`~wholebatch.proof.verdict`).
+
+It costs two forwards and backwards over one micro-batch, leaves no trace, and nothing is done in later windows.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+from torch import nn
+
+from wholebatch.proof.identity import identity_of
+from wholebatch.proof.sample import samples_of
+from wholebatch.proof.trial import Trial
+from wholebatch.proof.verdict import Judge, NotTried
+from wholebatch.window import Piece
+
+logger = logging.getLogger("wholebatch")
+
+PROVEN: weakref.WeakKeyDictionary[nn.Module, dict[Hashable, str]] = weakref.WeakKeyDictionary()
+"""What has been said of each model's windows, for as long as the model lives."""
+
+
+def proven(trial: Trial, batch: Any, pieces: Sequence[Piece], splits: bool = False) -> str:
+    """Try a window's first micro-batch whole and in parts, unless that has been done; say in words what was shown.
+
+    Args:
+        trial: of the window's model and loss function, on ranks that are entered already; nothing of it travels.
+        batch: as the caller gave it.
+        pieces: the micro-batches it was cut into.
+        splits: whether a single micro-batch, too, may be split on the way.
+
+    Returns:
+        What was shown, or what could not be tried and why.
+
+    Raises:
+        InexactError: if the parts do not add up to the whole, with the cause.
+        LossError: if what a loss averages over cannot be known.
+    """
+    when = trial.options.get("verify", "first")
+    if when == "never":
+        return 'not verified: verify="never"'
+    if len(pieces) < 2 and not splits:
+        return "not verified: one micro-batch, in which nothing is cut"
+    known = PROVEN.setdefault(trial.survey.model, {})
+    key = identity_of(trial.functions, trial.options, batch), trial.survey.model.training
+    if when == "first" and key in known:
+        return known[key]
+    try:
+        known[key] = _shown(trial, batch, pieces)
+    except NotTried as reason:
+        known[key] = f"not verified: {reason}"
+        logger.warning("%s is %s", type(trial.survey.model).__name__, known[key])
+    return known[key]
+
+
+def _shown(trial: Trial, batch: Any, pieces: Sequence[Piece]) -> str:
+    if trial.ranks.lockstep or trial.ranks.meets:
+        raise NotTried("every forward is a collective here, in which all ranks have to take part")
+    samples = list(samples_of(batch, pieces, trial.options))
+    if not samples:
+        raise NotTried("no micro-batch has two rows that can be told apart")
+    return Judge(trial, batch, pieces).judge(samples)

@@ -1,0 +1,197 @@
+"""Which rows of a window are tried: one micro-batch, whole and in two uneven parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from wholebatch.batch import Nest, join
+from wholebatch.errors import SplitError
+from wholebatch.options import Options
+from wholebatch.window import Piece, Window
+
+CANDIDATES = 8
+"""How many micro-batches are looked at to find one whose rows differ."""
+
+Cut = Callable[[Sequence[int]], Any]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Rows to be run whole and in parts.
+
+    Attributes:
+        cut: makes a micro-batch of rows.
+        whole: the rows.
+        parts: the same rows in two parts.
+        layout: how they were cut, in words.
+    """
+
+    cut: Cut
+    whole: Sequence[int]
+    parts: tuple[Sequence[int], Sequence[int]]
+    layout: str
+
+    @property
+    def sizes(self) -> str:
+        """How many rows the parts have, in words."""
+        return " + ".join(str(len(part)) for part in self.parts)
+
+    def smaller(self) -> Sample | None:
+        """Half of the rows, for when memory does not suffice; None if that leaves one."""
+        half = self.whole[: len(self.whole) // 2]
+        return None if len(half) < 2 else split(self.cut, half, self.layout)
+
+    def even(self) -> Sample | None:
+        """The same rows in halves, for functions that can't take one row alone; None if a half would be one."""
+        middle = len(self.whole) // 2
+        if middle < 2 or len(self.parts[0]) == middle:
+            return None
+        return Sample(self.cut, self.whole, (self.whole[:middle], self.whole[middle:]), self.layout)
+
+
+def samples_of(batch: Any, pieces: Sequence[Piece], options: Options) -> Iterator[Sample]:
+    """Yield what can be tried of a window, the best first; nothing if no micro-batch has two rows to tell apart."""
+    names = options.get("whole", ())
+    several = [piece for piece in pieces if piece.rows > 1]
+    if several and several[0].lengths:
+        limit = max(piece.held for piece in pieces)
+        yield from _mixed(several[0].cut, several[0].lengths, limit)
+    for piece in _by_difference(several[: 1 if options.get("collate") else CANDIDATES], names):
+        yield split(piece.cut, piece.index, "rows", _marks(piece.cut(piece.index), names))
+    if not several and isinstance(batch, Window):
+        yield from _joined_ready(batch, names)
+    elif not several and len(pieces) > 1:
+        yield from _joined(pieces[0], pieces[1])
+
+
+def others_of(sample: Sample, batch: Any, pieces: Sequence[Piece], options: Options) -> Iterator[Sample]:
+    """Yield other ways to cut in which rows that belong together stay so, where the window itself keeps them so."""
+    names = options.get("whole", ())
+    if isinstance(batch, Window):
+        yield from _ready_made_otherwise(batch, sample, names)
+    elif len(pieces) > 1 and not pieces[0].lengths:
+        yield from _joined(pieces[0], pieces[1])
+
+
+def split(cut: Cut, rows: Sequence[int], layout: str, marks: Sequence[float] = ()) -> Sample:
+    """Cut rows in two uneven parts, so that parts which count differently are apart as far as possible."""
+    few = 1 if len(rows) < 5 else max(2, len(rows) // 3)
+    places = [few, len(rows) - few]
+
+    def apart(at: int) -> float:
+        return abs(_average(marks[:at]) - _average(marks[at:]))
+
+    at = max(places, key=apart) if marks else few  # the first of equals
+    return Sample(cut, rows, (rows[:at], rows[at:]), layout)
+
+
+def _mixed(cut: Cut, lengths: Sequence[int], limit: int) -> Iterator[Sample]:
+    """The longest row beside the two shortest, if they fit: parts that are padded differently."""
+    order = sorted(range(len(lengths)), key=lambda row: -lengths[row])
+    rows = [order[0], *order[1:][-2:]]
+    if len(rows) > 1 and len(rows) * lengths[rows[0]] <= limit:
+        yield Sample(cut, rows, (rows[:1], rows[1:]), "rows of different length")
+
+
+def _joined(one: Piece, two: Piece) -> Iterator[Sample]:
+    """Two micro-batches as one, if they were cut from the same batch, and as they are."""
+    if one.cut == two.cut and one.index != two.index:
+        rows = [*one.index, *two.index]
+        yield Sample(one.cut, rows, (list(one.index), list(two.index)), "two micro-batches")
+
+
+def _joined_ready(window: Window, names: Sequence[str]) -> Iterator[Sample]:
+    """Two micro-batches of a loader as one, where their shapes allow it."""
+    for one, two in pairwise(window[:2]):
+        try:
+            nest = Nest(join([one, two], names), names)
+            first, rows = Nest(one, names).count_rows(), nest.count_rows()
+        except (SplitError, RuntimeError, ValueError, TypeError):  # padded to different lengths, or of no known kind
+            return
+        yield Sample(nest.take, range(rows), (range(first), range(first, rows)), "two micro-batches")
+
+
+def _ready_made_otherwise(window: Window, sample: Sample, names: Sequence[str]) -> Iterator[Sample]:
+    """Rows as loaders lay them: pairs in two halves, or rows on the second dimension."""
+    rows = len(sample.whole)
+    if sample.layout == "rows":
+        yield from _joined_ready(window, names)
+    if rows % 2 == 0 and rows > 2:
+        half = rows // 2
+        few = max(1, half // 3)
+        first = [*range(few), *range(half, half + few)]
+        rest = [row for row in range(rows) if row not in first]
+        yield Sample(sample.cut, sample.whole, (first, rest), "pairs in halves")
+    across = _across(window[0], names) if sample.layout == "rows" else None
+    if across is not None:
+        yield across
+
+
+def _across(micro_batch: Any, names: Sequence[str]) -> Sample | None:
+    """Cut along the second dimension: rows behind time."""
+    nest = Nest(micro_batch, names)
+    deep = [leaf.value for leaf in nest.leaves if isinstance(leaf.value, Tensor) and leaf.value.dim() > 1]
+    widths = {tensor.shape[1] for tensor in deep}
+    if len(widths) != 1 or min(widths) < 2:
+        return None
+
+    def cut(rows: Sequence[int]) -> Any:
+        chosen = torch.tensor(list(rows))
+        return nest.map(lambda leaf: _columns(leaf.value, chosen))
+
+    return split(cut, range(widths.pop()), "rows on the second dimension")
+
+
+def _columns(value: Any, chosen: Tensor) -> Any:
+    deep = isinstance(value, Tensor) and value.dim() > 1
+    return value.index_select(1, chosen.to(value.device)) if deep else value
+
+
+def _counted(micro_batch: Any, names: Sequence[str]) -> Nest | None:
+    try:
+        nest = Nest(micro_batch, names)
+        nest.count_rows()
+    except SplitError:
+        return None
+    return nest
+
+
+def _by_difference(pieces: Sequence[Piece], names: Sequence[str]) -> list[Piece]:
+    """Order micro-batches by how much their rows differ in what may be ignored, those alike in their order."""
+    if len(pieces) < 2:
+        return list(pieces)
+
+    def spread(piece: Piece) -> float:
+        marks = _marks(piece.cut(piece.index), names)
+        return max(marks, default=0.0) - min(marks, default=0.0)
+
+    return sorted(pieces, key=lambda piece: -spread(piece))
+
+
+def _marks(micro_batch: Any, names: Sequence[str]) -> list[float]:
+    """Count for each row the integers of zero and below: positions that masks leave out and labels that are ignored."""
+    nest = _counted(micro_batch, names)
+    if nest is None:
+        return []
+    rows = nest.count_rows()
+    marks = torch.zeros(rows)
+    for leaf in nest.leaves:
+        value = leaf.value
+        if isinstance(value, Tensor) and leaf.rows == rows and _is_plain_integer(value):
+            marks += (value <= 0).reshape(rows, -1).sum(1)
+    return [float(mark) for mark in marks]
+
+
+def _is_plain_integer(value: Tensor) -> bool:
+    real = value.is_floating_point() or value.is_complex()
+    return not real and value.device.type == "cpu" and value.layout is torch.strided and not value.is_nested
+
+
+def _average(marks: Sequence[float]) -> float:
+    return sum(marks) / max(len(marks), 1)
