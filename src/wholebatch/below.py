@@ -60,6 +60,12 @@ def ignored_targets(term: Mean) -> Iterator[Tensor]:
             yield (target == (ignored - 2**64 if ignored >= 2**63 else ignored)).any()
 
 
+def values_summed(term: Mean) -> int:
+    """Count the values that a term's total is the sum of; 0 if it was made in another way."""
+    shapes = [_shape(node) for node in _before_the_sum(term)]
+    return math.prod(shapes[0]) if shapes and shapes[0] is not None else 0
+
+
 def _of_as_many_rows(term: Mean) -> Iterator[tuple[Node, torch.Size]]:
     rows = term.source[0] if isinstance(term.source, torch.Size) and term.source else -1
     return _walk(term, lambda node, shape: len(shape) > 0 and shape[0] == rows)
@@ -67,10 +73,7 @@ def _of_as_many_rows(term: Mean) -> Iterator[tuple[Node, torch.Size]]:
 
 def _walk(term: Mean, follows: Callable[[Node, torch.Size], bool]) -> Iterator[tuple[Node, torch.Size]]:
     """Yield the nodes below a term's sum whose results have a fitting shape, as long as they follow one another."""
-    end = term.total.grad_fn
-    while end is not None and _kind(end) != "Sum":  # a term that was weighted has been viewed since
-        end = end.next_functions[0][0] if end.next_functions else None
-    nodes = [] if end is None else [node for node, _ in end.next_functions if node is not None]
+    nodes = _before_the_sum(term)
     seen = set(nodes)
     for node in nodes:  # which grows meanwhile
         shape = _shape(node)
@@ -81,6 +84,14 @@ def _walk(term: Mean, follows: Callable[[Node, torch.Size], bool]) -> Iterator[t
         if len(seen) < FAR:
             seen.update(new)
             nodes += new
+
+
+def _before_the_sum(term: Mean) -> list[Node]:
+    """List what was summed to make a term's total; nothing if it was made in another way."""
+    end = term.total.grad_fn
+    while end is not None and _kind(end) in ("View", "ToCopy"):  # a sum that was given by hand, or a half's
+        end = end.next_functions[0][0]
+    return [] if end is None or _kind(end) != "Sum" else [node for node, _ in end.next_functions if node is not None]
 
 
 def _kind(node: Node) -> str:

@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from wholebatch.below import values_summed
 from wholebatch.errors import InexactError, LossError
 from wholebatch.loss import Answer, Count, Mean, TermKey
 from wholebatch.precision import power_of_two, precise
@@ -104,19 +105,20 @@ class Provisional:
 
     def _guess(self, term: Mean, extent: float, first: bool) -> None:
         count = term.count
-        places = max(_places(term) * extent, self._extent)
-        if isinstance(count, Tensor) or isinstance(self._number, Tensor):
-            if first:
-                some = torch.as_tensor(count)
-                self._number = power_of_two(torch.where(some != 0, some * extent, places))
+        most = max(_places(term) * extent, self._extent)  # what is divided by while nothing has been counted
+        if isinstance(count, Tensor):
+            if first:  # a device is not asked: its first micro-batch has to do
+                self._number = power_of_two(torch.where(count != 0, count * extent, most))
             return
-        before = self._items
+        empty = not self._items
         self._items, self._share = self._items + abs(count), self._share + 1 / extent
-        guess = power_of_two(self._items / self._share if self._items else places)
-        far = self._adapts and (not before or guess >= FAR * self._number)
-        if isinstance(guess, float) and (first or far):
-            self._correction = 1.0 if first else self._number / guess
+        guess, number = power_of_two(self._items / self._share if self._items else most), self._number
+        if first:
             self._number = guess
+        elif (
+            isinstance(guess, float) and isinstance(number, float) and self._adapts and (empty or guess >= FAR * number)
+        ):
+            self._number, self._correction = guess, number / guess
 
     def of(self, answer: Answer) -> Divisors:
         if self._true is not None:
@@ -250,8 +252,9 @@ def _same_answers(before: Sums, now: Sums) -> None:
 
 
 def _places(term: Mean) -> float:
-    """How many items a micro-batch without any could have had."""
-    return float(term.source.numel() if isinstance(term.source, Tensor) else 1)
+    """How many items a micro-batch could have had: as many as there are weights or labels, or values in its sum."""
+    given = term.source.numel() if isinstance(term.source, Tensor) else 1
+    return float(given if given > 1 else values_summed(term) or 1)
 
 
 def _pattern(answer: Answer) -> frozenset[TermKey] | None:

@@ -415,3 +415,78 @@ def test_a_lazy_layer_is_served_from_its_first_window_on() -> None:
     found = gradients_of(model)
     model.zero_grad()
     assert_same_gradient(found, whole_batch(model, mean_square, rows))
+
+
+# Hooks that read gradients
+
+
+def seen_by(model: nn.Module, run: Callable[[], Any]) -> list[torch.Tensor]:
+    """Run, and return what a backward hook on a layer saw of each row."""
+    seen: list[torch.Tensor] = []
+    handle = model[2].register_full_backward_hook(lambda *gradients: seen.append(gradients[2][0].clone()))  # type: ignore[index]
+    run()
+    handle.remove()
+    return seen
+
+
+def layers() -> nn.Sequential:
+    torch.manual_seed(812)
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double()
+
+
+@pytest.mark.parametrize("size", [4, 3, 7])
+@pytest.mark.parametrize("items", [None, len], ids=["counted", "stated"])
+def test_a_hook_that_reads_gradients_sees_each_row_s_share_of_the_batch(size: int, items: Any) -> None:
+    model, rows = layers(), torch.randn(10, 3).double()
+    (expected,) = seen_by(model, lambda: mean_square(model, rows).backward())
+    found = seen_by(model, lambda: wb.backward(model, squares, rows, size, items=items))
+    torch.testing.assert_close(torch.cat(found), expected, rtol=1e-12, atol=0.0)
+
+
+def test_a_hook_sees_another_share_where_nothing_is_counted_first() -> None:
+    model, rows = layers(), torch.randn(10, 3).double()
+    (expected,) = seen_by(model, lambda: mean_square(model, rows).backward())
+    found = seen_by(model, lambda: [mean_square(model, piece).backward() for piece in rows.split(4)])
+    assert float((torch.cat(found) - expected).norm() / expected.norm()) > 0.1
+
+
+def on_a_parameter(model: nn.Sequential, read: Callable[[Any], None]) -> Any:
+    return model[2].weight.register_hook(read)
+
+
+def before_a_module(model: nn.Sequential, read: Callable[[Any], None]) -> Any:
+    return model[2].register_full_backward_pre_hook(lambda module, gradients: read(gradients[0]))
+
+
+def of_every_module(model: nn.Sequential, read: Callable[[Any], None]) -> Any:
+    def noted(module: nn.Module, inside: Any, outside: Any) -> None:
+        if module is model[2]:
+            read(outside[0])
+
+    return nn.modules.module.register_module_full_backward_hook(noted)
+
+
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")
+@pytest.mark.parametrize("register", [on_a_parameter, before_a_module, of_every_module], ids=lambda f: f.__name__)
+def test_whatever_reads_gradients_sees_the_share_that_a_loop_over_sums_would_show(register: Any) -> None:
+    model, rows = layers(), torch.randn(10, 3).double()
+    norms: list[float] = []
+    handle = register(model, lambda gradient: norms.append(float(gradient.norm())))
+    for piece in rows.split(4):
+        (squares(model, piece).sum() / 10).backward()
+    expected, norms[:] = norms[:], []
+    model.zero_grad()
+    wb.backward(model, squares, rows, micro_batch_size=4)
+    handle.remove()
+    assert norms == pytest.approx(expected, rel=1e-12)
+
+
+def test_nothing_is_counted_where_nobody_reads() -> None:
+    model, rows, calls = layers(), torch.randn(10, 3).double(), []
+
+    def counted(model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
+        calls.append(len(rows))
+        return squares(model, rows)
+
+    wb.backward(model, counted, rows, micro_batch_size=4)
+    assert calls == [4, 4, 2]
