@@ -121,12 +121,12 @@ def dice(model: nn.Module, batch: Any) -> Tensor:
 
 
 def variance(model: nn.Module, batch: Any) -> Tensor:
-    return F.relu(1 - (model(batch["x"]).var(0) + 1e-4).sqrt())
+    return F.relu(1 - (model(batch["x"]).var(0, correction=0) + 1e-4).sqrt())
 
 
 def correlation(model: nn.Module, batch: Any) -> Tensor:
     z = model(batch["x"])
-    z = (z - z.mean(0)) / z.std(0)
+    z = (z - z.mean(0)) / (z.std(0, correction=0) + 1e-3)
     return (z.T @ z / len(z) - torch.eye(3, dtype=z.dtype)).square()
 
 
@@ -191,7 +191,7 @@ def test_the_hardest_of_all_are_refused(loss: Loss, size: int) -> None:
 @pytest.mark.parametrize("classes", [4, 8])
 def test_a_value_a_class_is_refused_though_the_rows_divide_it(classes: int) -> None:
     def spread(model: nn.Module, x: Tensor) -> Tensor:
-        return model(x).var(0)
+        return model(x).var(0, correction=0)
 
     refused(nn.Linear(5, classes).double(), spread, POINTS["x"].double(), 2)
 
@@ -213,9 +213,9 @@ def test_in_one_piece_any_shape_is_the_batch_s() -> None:
 
 
 def test_what_is_said_is_believed() -> None:
-    """A mean that somebody writes down as one is taken for what it is."""
+    """A mean that somebody writes down as one is taken for what it is, and left to the proof of the first window."""
     model, x = nn.Linear(5, 3).double(), POINTS["x"].double()
-    wb.backward(model, lambda model, x: wb.mean(model(x).mean(1)[: len(x) // 2]), x, 4)
+    wb.backward(model, lambda model, x: wb.mean(model(x).mean(1)[: len(x) // 2]), x, 4, verify="never")
     expected = whole_batch(model, lambda model, x: model(x).mean(1).view(3, 4)[:, :2].mean(), x)
     assert_same_gradient(model, expected)
 
@@ -223,7 +223,7 @@ def test_what_is_said_is_believed() -> None:
 def test_a_metric_of_classes_is_refused_as_a_loss_would_be() -> None:
     def loss(model: nn.Module, x: Tensor) -> Any:
         out = model(x)
-        return out.square(), {"spread": out.detach().var(0)}
+        return out.square(), {"spread": out.detach().var(0, correction=0)}
 
     with pytest.raises(wb.LossError, match=r"wb\.mean\(values\)"):
         wb.backward(nn.Linear(5, 3), loss, POINTS["x"], 4)

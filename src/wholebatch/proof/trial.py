@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 
 from wholebatch.batch import Nest, move, rows_of
+from wholebatch.conduct import Watched
 from wholebatch.denominators import Known, counted_divisors
 from wholebatch.draws import BatchNormWatch, FixedDraws, uncompiled
 from wholebatch.errors import SplitError
@@ -23,6 +24,7 @@ from wholebatch.memory import offloaded
 from wholebatch.options import Options
 from wholebatch.precision import Gradients, foreign_leaves, total_norm
 from wholebatch.proof.sample import Sample
+from wholebatch.shapes import Shapes
 from wholebatch.shares import Shares
 from wholebatch.snapshot import Moved, Snapshot
 from wholebatch.sums import Sums, Tally
@@ -50,6 +52,7 @@ class Outcome:
         batch_norms: the running means of BatchNorm calls that would have used the rows' statistics.
         elsewhere: whether draws were made that nobody holds still: NumPy's, or Python's own.
         moved: what the whole has moved besides gradients.
+        shapes: of what the loss function returned for the whole and for the parts.
     """
 
     gradient: float = 0.0
@@ -62,6 +65,7 @@ class Outcome:
     batch_norms: list[Tensor | None] = field(default_factory=list)
     elsewhere: bool = False
     moved: list[Moved] = field(default_factory=list)
+    shapes: Shapes = field(default_factory=Shapes)
 
     @property
     def empty(self) -> str:
@@ -121,6 +125,7 @@ class Trial:
         self.functions = tuple(functions) or (loss_fn,)
         self._learning = learning
         self._gradients = Gradients()
+        self._watched, self._shapes = Watched(loss_fn, {}), Shapes()
 
     @functools.cached_property
     def _start(self) -> Snapshot:
@@ -149,6 +154,7 @@ class Trial:
     def compare(self, whole: Sequence[Any], parts: Iterator[Any], alike: bool = False, carry: bool = False) -> Outcome:
         """Hold the gradient, loss and items of some micro-batches against those of others."""
         outcome, start = Outcome(), self._start
+        self._shapes = outcome.shapes
         try:
             with self._held_still(alike, outcome) as draws:
                 outcome.whole = self._side(whole, 1.0, None)
@@ -174,6 +180,7 @@ class Trial:
             if "torch._dynamo" in sys.modules:  # else nothing is compiled, and importing it takes seconds
                 stack.enter_context(uncompiled())
             self._gradients = Gradients()
+            self._watched = Watched(self.loss_fn, self._gradients.parameters)
             stack.callback(self._gradients.take_back)
             self._gradients.begin(self._learning, self.ranks.views)
             stack.enter_context(watch)
@@ -185,7 +192,9 @@ class Trial:
         """Add the gradient of some micro-batches, divided by the items of the whole, or take it away."""
         tally, shares = Tally(), Shares(self.scaler, 1, drops_empty=False)
         for micro_batch in micro_batches:
-            answer = tally.add(read(self._returned(micro_batch), _rows(micro_batch, self.options)))
+            said = read(self._returned(micro_batch))
+            self._shapes.note(said, _rows(micro_batch, self.options), self._watched.micro_batch)
+            answer = tally.add(said)
             if answer is None:
                 continue
             of = functools.partial(counted_divisors, tally.sums() if whole is None else whole)
@@ -193,13 +202,14 @@ class Trial:
             self._gradients.include(foreign_leaves(outputs, self.survey))
             if outputs:
                 torch.autograd.backward(outputs, [None if seed is None else seed * sign for seed in seeds])
+        tally.flags.settle()
         return tally.sums()
 
     def _returned(self, micro_batch: Any) -> Any:
         """Call the loss function with a micro-batch of its own, which it may change."""
         copied = Nest(micro_batch).map(lambda leaf: _copied(leaf.value))
         with self.ranks.local(), offloaded(self.survey.model, self.options.get("offload", False)):
-            return self.loss_fn(self.survey.model, move(copied, self.survey.device))
+            return self._watched(self.survey.model, move(copied, self.survey.device))
 
     def _norm(self) -> float:
         """Measure the gradients of all that lasts; what a loss function has made for itself is another each time."""

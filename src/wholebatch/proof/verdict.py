@@ -94,6 +94,7 @@ class Judge:
         if self._is_rounding(sample, outcome):
             return _words(sample, outcome)
         self._leave_ready_made_alone(sample, outcome)
+        outcome.shapes.check()
         raise InexactError(self._cause(sample, outcome))
 
     def _safely(self, sample: Sample, alike: bool = False) -> Outcome | None:
