@@ -459,3 +459,62 @@ def test_the_usual_mean_of_the_pieces_losses_is_another_gradient() -> None:
     for piece in zip(*(side.split(5) for side in pair), strict=True):
         (meant(naive, piece) / 2).backward()
     assert_differs(naive, whole_batch(model, meant, pair), by=0.05)
+
+
+def two_views(model: nn.Module, batch: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return model(batch[:, 0]), model(batch[:, 1])
+
+
+def nt_xent(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    both = F.normalize(torch.cat([first, second]), dim=1)
+    similar = (both @ both.T).masked_fill(torch.eye(len(both), dtype=torch.bool), -1e9)
+    return F.cross_entropy(similar, torch.arange(len(both)).roll(len(first)))
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, wb.Tokens(24, length=lambda row: 6)], ids=str)
+def test_views_one_behind_the_other_are_refused_and_side_by_side_they_are_exact(size: Any) -> None:
+    """Stacked views of several micro-batches would come as v1 v2 v1 v2, and be read as v1 v1 v2 v2."""
+    torch.manual_seed(3)
+    model, views = nn.Linear(4, 3).double(), torch.randn(7, 2, 4).double()
+    samples, collate = list(views), torch.stack
+    reference = whole_batch(model, lambda model, batch: nt_xent(*two_views(model, batch)), views)
+
+    def stacked(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        return torch.cat(two_views(model, batch))
+
+    def halves(z: torch.Tensor) -> torch.Tensor:
+        return nt_xent(*z.chunk(2))
+
+    with pytest.raises(wb.LossError, match=r"encode returned \(\d+, 3\) for a micro-batch .*\(z1, z2\).*torch\.stack"):
+        wb.coupled_backward(model, stacked, halves, samples, size, collate=collate)
+    assert set(gradients_of(model).values()) == {None}
+
+    for encode_views, loss in (
+        (two_views, nt_xent),
+        (lambda model, batch: torch.stack(two_views(model, batch), 1), lambda z: nt_xent(*z.unbind(1))),
+    ):
+        model.zero_grad()
+        wb.coupled_backward(model, encode_views, loss, samples, size, collate=collate)
+        assert_same_gradient(model, reference)
+
+    model.zero_grad()
+    halves(torch.cat([stacked(model, part) for part in views.split(2)])).backward()
+    assert_differs(model, reference)
+
+
+def test_views_one_behind_the_other_are_right_in_one_micro_batch() -> None:
+    torch.manual_seed(4)
+    model, views = nn.Linear(4, 3).double(), torch.randn(5, 2, 4).double()
+    reference = whole_batch(model, lambda model, batch: nt_xent(*two_views(model, batch)), views)
+    wb.coupled_backward(
+        model, lambda model, batch: torch.cat(two_views(model, batch)), lambda z: nt_xent(*z.chunk(2)), views
+    )
+    assert_same_gradient(model, reference)
+
+
+def test_half_as_many_entries_as_rows_are_refused() -> None:
+    def difference(model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
+        return torch.sub(*model(rows).chunk(2))
+
+    with pytest.raises(wb.LossError, match=r"\(2, 1\) for a micro-batch of 4 rows.*\(rows, 2, ...\)"):
+        wb.coupled_backward(nn.Linear(3, 1), difference, lambda z: -F.logsigmoid(z).mean(), torch.randn(8, 3), 4)

@@ -15,6 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
 
 import wholebatch as wb
+from tests.oracle import assert_differs, assert_same_gradient, whole_batch
 from wholebatch.batch import take
 from wholebatch.errors import SplitError
 from wholebatch.window import Piece, pieces_of
@@ -317,3 +318,33 @@ def test_a_micro_batch_without_countable_rows_counts_and_runs(micro_batch: Any) 
 
     assert wb.backward(model, loss, window).micro_batches == 2
     assert ran[-1] is micro_batch
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.jagged, torch.strided], ids=str)
+@pytest.mark.parametrize("packed", [False, True])
+def test_nested_tensors_are_cut_by_the_lengths_that_they_know(layout: Any, packed: bool) -> None:
+    torch.manual_seed(941)
+    lengths = [3, 7, 2, 5, 1, 4]
+    rows = [torch.randn(length, 5).double() for length in lengths]
+    batch = {"x": torch.nested.nested_tensor(rows, layout=layout), "id": torch.arange(6)}
+    size = wb.Tokens(9, packed=packed, overhead=0)
+    pieces = pieces_of(batch, size)
+    assert sorted(row for piece in pieces for row in piece.load()["id"].tolist()) == list(range(6))
+    assert all(piece.held <= 9 for piece in pieces)
+    assert [len(row) for row in pieces[0].load()["x"].unbind()] == [lengths[row] for row in pieces[0].index]
+
+    def loss(model: torch.nn.Module, piece: Any) -> wb.Mean:
+        return wb.mean(torch.cat([model(row).square() for row in piece["x"].unbind()]))
+
+    model = torch.nn.Linear(5, 1).double()
+    reference = whole_batch(model, lambda model, rows: model(torch.cat(rows)).square().mean(), rows)
+    wb.backward(model, loss, batch, size)
+    assert_same_gradient(model, reference)
+
+    model.zero_grad()
+    for piece in pieces:
+        (loss(model, piece.load()).value / len(pieces)).backward()
+    assert_differs(model, reference)
+    with pytest.raises(SplitError, match="is for single samples"):
+        pieces_of(batch, wb.Tokens(9, length=len))

@@ -356,9 +356,4 @@ def _join(said: Sequence[Sequence[Tensor]], order: Sequence[int] | None) -> list
     joined = [torch.cat([leaf.detach() for leaf in column]) for column in zip(*said, strict=True)]
     if order is None:
         return joined
-    if any(len(leaf) != len(order) for leaf in joined):
-        raise LossError(
-            f"encode returned {[len(leaf) for leaf in joined]} rows for the batch's {len(order)}, which a size in "
-            "tokens has put out of order. Return one entry a row, or give the size in rows."
-        )
     return [torch.empty_like(leaf).index_copy_(0, torch.tensor(order, device=leaf.device), leaf) for leaf in joined]

@@ -90,7 +90,19 @@ class Encoder:
                     f"encode returned {shape} beside {tuple(leaves[0].shape)}: each tensor has the rows on its "
                     "first dimension. Leave out what is not one value a row."
                 )
+        if len(self.pieces) > 1 and piece.counted and leaves[0].shape[0] != piece.rows:
+            _refuse_other_rows(leaves[0], piece.rows)
         return leaves, form
+
+
+def _refuse_other_rows(said: Tensor, rows: int) -> None:
+    """Raise for what cannot be put together as the whole batch would have it: views one behind the other, halves."""
+    raise LossError(
+        f"encode returned {tuple(said.shape)} for a micro-batch of {rows} rows. Micro-batches are put together row by "
+        "row, so views that lie one behind the other, or the halves of pairs, would be mixed with those of other "
+        "micro-batches. Return one entry a row: views as a tuple (z1, z2) or as torch.stack([z1, z2], 1), pairs as one "
+        "row (rows, 2, ...), tokens as (rows, length, ...), and let loss_fn join them."
+    )
 
 
 def summed(encoders: Sequence[Encode]) -> Callable[[Any, Any], Mean | None]:

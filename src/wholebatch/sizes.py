@@ -16,6 +16,7 @@ from torch import Tensor
 
 from wholebatch.batch import Leaf, Nest
 from wholebatch.errors import SplitError
+from wholebatch.leaves import Nested
 
 Length: TypeAlias = "Callable[[Any], int] | str | Sequence[str] | None"
 Size: TypeAlias = "int | Tokens | Auto | None"
@@ -161,6 +162,8 @@ class Tokens:
     is trimmed, and a warning says so. ``length=("input_ids", "labels")`` names the tensors that follow the mask and
     settles it. A mask on a GPU costs one host synchronisation.
 
+    *Nested tensors* know their lengths: rows are cut by these, and nothing is trimmed.
+
     Args:
         budget: padded tokens a micro-batch may hold; under ``packed``, real ones.
         length: see above.
@@ -231,6 +234,16 @@ class Tokens:
             SplitError: for a sample whose length cannot be known; says how to give it.
         """
         return [self._length(sample) for sample in samples]
+
+    def jagged_lengths(self, nest: Nest) -> list[int] | None:
+        """Return the length of each row of a batch of nested tensors, which knows them; None if there is none.
+
+        The longest counts where several run along the rows; ``length`` names those that do.
+        """
+        jagged = [leaf for leaf in nest.leaves if isinstance(leaf.kind, Nested) and leaf.rows is not None]
+        named = [leaf for leaf in jagged if self.names is None or {leaf.key, leaf.path} & set(self.names)]
+        lines = [[len(row) for row in leaf.value.unbind()] for leaf in named]
+        return [max(each) for each in zip(*lines, strict=True)] if lines else None
 
     def _length(self, sample: Any) -> int:
         if callable(self.length):

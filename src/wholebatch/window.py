@@ -143,6 +143,7 @@ class Piece:
         packed: rows lie one behind the other, without padding.
         ready: the micro-batch, if it has been cut already; it is handed out once, since a loss function may change it.
         is_cut: whether it is a part of what the caller gave, and not all of it as it came.
+        counted: whether its rows could be counted; if not, it runs whole and stands for one.
     """
 
     def __init__(
@@ -153,8 +154,9 @@ class Piece:
         packed: bool = False,
         ready: Any = None,
         is_cut: bool = True,
+        counted: bool = True,
     ) -> None:
-        self.index, self.is_cut = index, is_cut
+        self.index, self.is_cut, self.counted = index, is_cut, counted
         self._cut, self._lengths, self._packed, self._ready = cut, lengths, packed, ready
 
     def __repr__(self) -> str:
@@ -294,7 +296,7 @@ def _may_be_data(leaf: Leaf) -> bool:
 
 
 def _uncut(nest: Nest) -> Piece:
-    return Piece(lambda index: nest.batch, range(1), is_cut=False)
+    return Piece(lambda index: nest.batch, range(1), is_cut=False, counted=False)
 
 
 def _rows(nest: Nest) -> int | None:
@@ -311,6 +313,9 @@ def _runs(rows: int, size: int) -> list[range]:
 def _pieces_by_tokens(nest: Nest, tokens: Tokens) -> list[Piece]:
     if nest.leaves[0].path == "" and isinstance(nest.leaves[0].kind, Entries):  # the batch is a list of samples
         return _planned(nest.take, tokens.lengths(nest.batch), tokens)
+    lengths = None if callable(tokens.length) else tokens.jagged_lengths(nest)
+    if lengths is not None:
+        return _planned(nest.take, lengths, tokens)
     if callable(tokens.length) or tokens.packed:
         raise SplitError(
             f"{tokens} is for single samples, but this batch is padded already. Give a list of samples with collate=, "
