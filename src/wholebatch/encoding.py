@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from wholebatch.errors import InexactError, LossError
+from wholebatch.batch import rows_of
+from wholebatch.errors import InexactError, LossError, SplitError
 from wholebatch.loss import Mean, total
 from wholebatch.options import Options
 from wholebatch.staged import window_for
@@ -113,9 +114,21 @@ def summed(encoders: Sequence[Encode]) -> Callable[[Any, Any], Mean | None]:
         floats = [leaf for leaf in said if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.dim()]
         if not floats:
             return None  # the window will say what is wrong with it
+        _refuse_multiples(floats[0], micro_batch)
         return total(torch.stack([(leaf * _unlike(leaf) + leaf.square()).sum() for leaf in floats]))  # not linear
 
     return sums
+
+
+def _refuse_multiples(said: Tensor, micro_batch: Any) -> None:
+    """Raise if it is some times the rows, or a part of them; samples in a list or packed are left to the window."""
+    try:
+        rows = 1 if isinstance(micro_batch, list) else rows_of(micro_batch)
+    except SplitError:
+        return
+    more, fewer = max(rows, len(said)), max(1, min(rows, len(said)))
+    if rows > 1 and more != fewer and more % fewer == 0:
+        _refuse_other_rows(said, rows)
 
 
 def _unlike(leaf: Tensor) -> Tensor:
