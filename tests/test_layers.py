@@ -27,7 +27,8 @@ LAYERS = (
     ("gradient", "encoding", "coupled", "detector", "pipeline"),
     # the update, the truth and the advice
     ("step", "policies", "arrangement", "planner"),
-    ("site", "finding", "comparison", "reference", "causes", "checking"),
+    ("site", "finding", "comparison", "copies", "gluing", "reference", "causes", "explaining"),
+    ("watching", "running", "measuring", "checking"),
     # doors
     ("doctor", "integrations", "train"),
     ("cli",),

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from wholebatch.batch import Nest, move
+from wholebatch.draws import FixedDraws, uncompiled
 from wholebatch.errors import LossError, SplitError
 from wholebatch.loss import Mean, read
 from wholebatch.precision import device_of
@@ -59,8 +60,8 @@ def find_coupling(
 ) -> Coupling:
     """Find out by experiment whether the loss of a row depends on other rows, and which modules cause it.
 
-    Exchanges rows and compares; no layer names are known. Costs four forward passes without gradient over the
-    batch, so give it a small one; buffers and random state are set back. What depends on other rows too little to
+    Exchanges rows and compares, with random draws held still; no layer names are known. Costs four forward passes over
+    the batch, so give it a small one; buffers and random state are set back. What depends on other rows too little to
     show on this batch, or only in the gradient, is not found.
 
     Args:
@@ -86,6 +87,11 @@ def find_coupling(
     rows = nest.count_rows()
     if rows < 2:
         raise SplitError(f"The batch has {rows} row; to see whether rows meet takes two. Give a larger batch.")
+    with FixedDraws(), uncompiled():
+        return _found(model, loss_fn, nest, rows)
+
+
+def _found(model: nn.Module, loss_fn: Callable[[Any, Any], Any], nest: Nest, rows: int) -> Coupling:
     everything, half, state = list(range(rows)), rows // 2, State(model)
     kept, other = everything[:half], everything[half:]
     exchanged = everything[: len(other)]
@@ -121,16 +127,20 @@ class _Run:
 
 def _run(model: nn.Module, loss_fn: Callable[[Any, Any], Any], batch: Any, rows: int) -> _Run:
     seen: list[_Seen] = []
-    with torch.no_grad(), _watching(model, seen):
+    with _watching(model, seen):  # with gradients: a loss may differentiate inside
         returned = loss_fn(model, batch)
     if isinstance(returned, Tensor) and returned.dim() == 0:
-        return _Run(seen, [float(returned) * rows, float(rows)])
+        return _Run(seen, [_float(returned) * rows, float(rows)])
     try:
         answer = read(returned, rows)
     except LossError:
         return _Run(seen, None)
     terms = [] if answer is None else list(answer.terms.values())
-    return _Run(seen, [float(number) for term in terms for number in _numbers(term)])
+    return _Run(seen, [_float(number) for term in terms for number in _numbers(term)])
+
+
+def _float(number: Any) -> float:
+    return float(number.detach() if isinstance(number, Tensor) else number)
 
 
 def _numbers(term: Mean) -> list[Any]:
@@ -182,8 +192,7 @@ def _alone(seen: Sequence[_Seen], state: State, index: Sequence[int], kept: int)
         for args, kwargs in ((call.args, call.kwargs), pytree.tree_map(exchange, (call.args, call.kwargs))):
             state.restore()
             args, kwargs = pytree.tree_map(_copy, (args, kwargs))
-            with torch.no_grad():
-                said.append(_tensors(call.module(*args, **kwargs)))
+            said.append([tensor.detach() for tensor in _tensors(call.module(*args, **kwargs))])
         change = _change(said[0], said[1], kept, rows)
         if change:
             found[call.name] = max(change, found.get(call.name, 0.0))

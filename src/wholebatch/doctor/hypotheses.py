@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from wholebatch.causes import where_rows_meet
 from wholebatch.comparison import Comparison, compare, errors_of, joined
 from wholebatch.doctor.exhibit import Exhibit
+from wholebatch.explaining import where_rows_meet
 from wholebatch.finding import Change, Finding
 from wholebatch.reference import Reference, plain_gradient, rows_or_one, whole_gradient, whole_pieces
 from wholebatch.window import Window
