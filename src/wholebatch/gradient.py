@@ -52,6 +52,7 @@ from wholebatch.state import State
 from wholebatch.sums import Sums, Tally, stated_sums
 from wholebatch.survey import Survey
 from wholebatch.sync import Ranks, Status, Travel
+from wholebatch.watch import watch_for
 from wholebatch.window import Piece, pieces_of
 
 LossFunction: TypeAlias = "Callable[[Any, Any], Any]"
@@ -251,6 +252,7 @@ class _Run:
         self.start: State | None = None
         # At buffers: after the first forward, and after the last.
         self.looks = 0 if self.alone or options.get("batch_norm") is not None else 2
+        self.first = watch_for(survey, loss_fn, len(pieces), options, ranks, auto is not None)
         gradients.include(ranks.leaves())
 
     def pending(self) -> Pending:
@@ -286,6 +288,7 @@ class _Run:
             waiting, micro_batches = self._run_pieces(tally, denominators, pool)
         if self.looks > 0:
             self._refuse_moved_buffers(micro_batches)
+        self.first.finish(self._said, self.pieces)
         self.window.backward()
         here = tally.sums()
         if micro_batches > 1 or self.ranks.world > 1:
@@ -367,7 +370,8 @@ class _Run:
         return admitted
 
     def _forward(self, piece: Piece | None, tally: Tally) -> Answer | None:
-        answer = None if piece is None else self._heard(piece, tally)
+        with self.first.forward():
+            answer = None if piece is None else self._heard(piece, tally)
         self.ranks.attend()
         if answer is not None:
             self._explore(answer)
@@ -377,7 +381,7 @@ class _Run:
 
     def _heard(self, piece: Piece, tally: Tally) -> Answer | None:
         """Run the loss function of a piece, and look whether what it says can be believed."""
-        said = read(self.window.loss(piece))
+        said = self._said(piece)
         self.shapes.note(said, piece.rows, self.watched.micro_batch)
         self.watched.micro_batch = None
         return tally.add(said)
@@ -393,6 +397,9 @@ class _Run:
             state.restore()
 
         return run
+
+    def _said(self, piece: Piece) -> Answer | None:
+        return read(self.window.loss(piece))
 
     def _explore(self, answer: Answer) -> None:
         """Find leaves outside of the model that this backward will add to, so that they are mended or taken back too.
@@ -421,7 +428,8 @@ class _Run:
 
     def _backward(self, outputs: Sequence[Tensor], seeds: Sequence[Tensor | None]) -> None:
         try:
-            torch.autograd.backward(outputs, seeds)
+            with self.first.backward():
+                torch.autograd.backward(outputs, seeds)
         except RuntimeError as error:
             if "backward through the graph a second time" in str(error):
                 raise LossError(

@@ -302,14 +302,18 @@ def nodes_of(outputs: Iterable[Tensor]) -> list[Node]:
     return nodes
 
 
-def foreign_leaves(outputs: Iterable[Tensor], survey: Survey) -> list[Tensor]:
+def leaves_of(outputs: Iterable[Tensor]) -> list[Tensor]:
+    """List the leaf tensors that a backward pass from these outputs would reach."""
+    nodes = nodes_of(outputs)
+    return [node.variable for node in nodes if hasattr(node, "variable") and not node.next_functions]
+
+
+def foreign_leaves(outputs: Sequence[Tensor], survey: Survey) -> list[Tensor]:
     """List the leaves outside of the model that a backward pass from these outputs would reach, or may."""
-    nodes, own = nodes_of(outputs), survey.own
-    leaves = (node.variable for node in nodes if hasattr(node, "variable") and not node.next_functions)
-    found = {id(leaf): leaf for leaf in leaves if id(leaf) not in own}
-    if survey.leaves and any("CheckpointFunction" in node.name() for node in nodes):
+    found = {id(leaf): leaf for leaf in leaves_of(outputs) if id(leaf) not in survey.own}
+    if survey.leaves and reentrant(outputs):
         # What a reentrant checkpoint reaches does not show in the graph: it may be whatever the loss function names.
-        found.update((id(leaf), leaf) for leaf in survey.leaves if id(leaf) not in own)
+        found.update((id(leaf), leaf) for leaf in survey.leaves if id(leaf) not in survey.own)
     if not found:
         return []
     # A sharded model has other parameters by now: those that its forward has gathered.

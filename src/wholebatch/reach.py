@@ -52,6 +52,15 @@ def unlisted(module: nn.Module) -> list[nn.Module]:
     return found
 
 
+def code_of(function: Any) -> types.CodeType | type:
+    """Return the code that runs when something is called, else its type: what tells functions made anew as the same."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    function = getattr(function, "__func__", function)
+    code = getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
+    return code if isinstance(code, types.CodeType) else type(function)
+
+
 def _look(
     values: Iterable[Any], leaves: dict[int, Tensor], modules: dict[int, nn.Module], seen: set[int], depth: int
 ) -> None:

@@ -12,6 +12,9 @@ from wholebatch.state import State
 from wholebatch.survey import Survey, uses_batch_statistics
 from wholebatch.window import Piece
 
+POWER_ITERATION = ("_u", "_v", "weight_u", "weight_v")
+"""What torch's two spectral normalisations call their vectors."""
+
 
 def refuse_inexact(survey: Survey, pieces: Sequence[Piece], options: Options, splits: bool = False) -> None:
     """Raise if running these pieces one after another would not give the gradient of the batch.
@@ -45,8 +48,22 @@ def refuse_moved(start: State, pieces: int) -> None:
     start.restore()
     raise InexactError(
         f"A forward moves {len(moved)} buffers of the model (first: {moved[0]!r}), which then follow each of {pieces} "
-        "micro-batches instead of the batch, and what is computed from them too. Choose "
-        'batch_norm="micro" to go on all the same, or put the module that owns them into eval mode.'
+        f"micro-batches instead of the batch, and what is computed from them too. {_mend(moved[0])} To let them follow "
+        'each micro-batch all the same, as in a plain loop, choose batch_norm="micro", which is for all values that '
+        "move with a forward."
+    )
+
+
+def _mend(buffer: str) -> str:
+    """Say how a buffer of this name moves once a batch."""
+    if buffer.rpartition(".")[2] in POWER_ITERATION:
+        return (
+            "Spectral normalisation steps its power iteration with each forward: take the step once, by reading the "
+            "layer's weight before the window, and put layer.parametrizations into eval mode meanwhile."
+        )
+    return (
+        "Put the module that owns them into eval mode, or read them only, and move them once, after the step "
+        "(wb.Step(..., after_step=[...]))."
     )
 
 

@@ -73,7 +73,11 @@ class Snapshot:
 
     def moved(self) -> list[Moved]:
         """Name everything that is no longer what it was, random state aside."""
-        return list(dict.fromkeys((*self._replaced(), *self._changed())))
+        return list(dict.fromkeys((*self._replaced(), *self.changed())))
+
+    def changed(self) -> list[Moved]:
+        """Name the tensors, arrays and generators that are what they were but hold something else."""
+        return [Moved(each.name, each.kind) for each in self._contents.values() if each.moved()]
 
     def drew_elsewhere(self) -> bool:
         """Tell whether global draws were made since that are not torch's: NumPy's, or Python's own."""
@@ -84,7 +88,7 @@ class Snapshot:
         """Go back to the moment of the snapshot; all objects keep their identity.
 
         Args:
-            draws: whether to go back in the global random state, too.
+            draws: whether generators of random numbers go back, too, those in the user's hands and the global ones.
 
         Returns:
             What has moved and was too large to be copied: it stays as it is now.
@@ -93,7 +97,8 @@ class Snapshot:
             now = holder.read()
             if now.keys() != saved.keys() or any(now[key] is not value for key, value in saved.items()):
                 holder.write(saved)
-        lost = [Moved(each.name, each.kind) for each in self._contents.values() if not each.restore()]
+        contents = [each for each in self._contents.values() if draws or each.kind != "generator"]
+        lost = [Moved(each.name, each.kind) for each in contents if not each.restore()]
         if draws:
             self._random.restore_random()
         return lost
@@ -134,12 +139,9 @@ class Snapshot:
                     value = now.get(key, saved.get(key))
                     yield Moved(holder.place(key), kind_of(holder, key, value))
 
-    def _changed(self) -> Iterator[Moved]:
-        return (Moved(each.name, each.kind) for each in self._contents.values() if each.moved())
-
     def _same(self, was: Any, now: Any) -> bool:
         """Compare what a place held with what it holds; what an object holds itself is compared elsewhere."""
-        if was is now:
+        if was is now or hasattr(was, "to_local"):  # in the place of a shard lies, for a while, what was gathered
             return True
         if type(was) is not type(now):
             return False
@@ -194,34 +196,34 @@ class _Numbers:
 
     def __init__(self, name: str, kind: str, tensor: Tensor) -> None:
         self.name, self.kind, self.tensor = name, kind, tensor
-        self.size = tensor.numel() * tensor.element_size()
-        self._version = tensor._version
+        part = _local(tensor)
+        self.size, self._version = part.numel() * part.element_size(), tensor._version
         self._copy: Tensor | None = None
         self._mark: Tensor | None = None
 
     def save(self, whole: bool) -> None:
         if whole:
-            self._copy = self.tensor.detach().clone()
+            self._copy = _local(self.tensor).clone()
         elif not self._beyond():
             self._mark = mark_of(self.tensor)
 
     def moved(self) -> bool:
         if self._copy is not None:
-            return not _equal(self._copy, self.tensor)
+            return not _equal(self._copy, _local(self.tensor))
         if self._mark is not None:  # what is written by way of .data leaves the version as it is
             return not torch.equal(self._mark, mark_of(self.tensor))
         return self.tensor._version != self._version
 
     def equals(self, now: Tensor) -> bool:
-        return _equal(self.tensor if self._copy is None else self._copy, now)
+        return _equal(_local(self.tensor) if self._copy is None else self._copy, _local(now))
 
     def restore(self) -> bool:
         if not self.moved():
             return True
         if self._copy is None:
             return False
-        if self._copy.shape == self.tensor.shape:
-            self.tensor.data.copy_(self._copy)
+        if self._copy.shape == _local(self.tensor).shape:
+            _local(self.tensor.data).copy_(self._copy)
         else:
             self.tensor.data = self._copy.clone()
         return True
@@ -296,20 +298,25 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 def mark_of(tensor: Tensor) -> Tensor:
     """Sum up the bits of a tensor: another sum for other values, at the cost of reading it once."""
-    with torch.no_grad():
-        part = tensor.to_local() if hasattr(tensor, "to_local") else tensor.detach()
-        if part.layout is not torch.strided or part.is_quantized or part.is_nested:
-            return torch.tensor(tensor._version)
-        part = torch.view_as_real(part.resolve_conj()) if part.is_complex() else part
-        return part.view(_INTEGERS[part.element_size()]).sum()
+    part = _local(tensor)
+    if part.layout is not torch.strided or part.is_quantized or part.is_nested:
+        return torch.tensor(tensor._version)
+    part = torch.view_as_real(part.resolve_conj()) if part.is_complex() else part
+    return part.view(_INTEGERS[part.element_size()]).sum()
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor, without its history."""
+    part: Tensor = tensor.detach()
+    return part.to_local() if hasattr(part, "to_local") else part
 
 
 def _equal(was: Tensor, now: Tensor) -> bool:
     if was.shape != now.shape or was.dtype != now.dtype or was.device != now.device:
         return False
     if was.layout is not torch.strided:
-        return bool(mark_of(was.to_dense()) == mark_of(now.detach().to_dense()))
-    return torch.equal(was, now.detach()) or bool(((was == now) | (was.isnan() & now.isnan())).all())
+        return bool(mark_of(was.to_dense()) == mark_of(now.to_dense()))
+    return torch.equal(was, now) or bool(((was == now) | (was.isnan() & now.isnan())).all())
 
 
 def _is_generator(value: Any) -> bool:

@@ -812,7 +812,7 @@ def test_time_chunks_hand_on_their_state_in_order() -> None:
         return out
 
     reference = whole_batch(net, lambda net, chunks: plain(net, chunks)[0], chunks)
-    result = wb.backward(net, loss, wb.Window(chunks))
+    result = wb.backward(net, loss, wb.Window(chunks), verify="never")
     assert_same_gradient(net, reference)
     assert len(carried) == 3
     assert torch.allclose(carried[-1], plain(net, chunks)[1], rtol=1e-12)

@@ -10,11 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from wholebatch.precision import leaves_of
 from wholebatch.staged.call import Call
 from wholebatch.staged.capture import CaptureError
 from wholebatch.staged.operations import AnySize, Operation
 from wholebatch.staged.program import Program
 from wholebatch.state import State
+from wholebatch.watch import NormWatch
 
 TOLERANCE = 1e-3
 """Far above rounding and far below what a lost hook or a lost backward would cost."""
@@ -44,8 +46,10 @@ def compare(model: nn.Module, call: Call, program: Program) -> dict[str, int]:
     state = State(model)
     parameters = [p for p in model.parameters() if p.requires_grad]
     with call.ambient(), torch.enable_grad():
-        with AnySize(marking=False):
-            expected = _probe(pytree.tree_leaves(model(*call.args, **call.kwargs)), parameters)
+        with AnySize(marking=False), NormWatch() as norms:
+            answered = pytree.tree_leaves(model(*call.args, **call.kwargs))
+        _refuse_unregistered(model, call, answered, norms)
+        expected = _probe(answered, parameters)
         state.restore()
         results, sizes = _uncut(model, call, program)
         found = _probe(results, parameters)
@@ -59,6 +63,20 @@ def compare(model: nn.Module, call: Call, program: Program) -> dict[str, int]:
                 'batch_norm="exact-lock-step" keeps them.'
             )
     return sizes
+
+
+def _refuse_unregistered(model: nn.Module, call: Call, answered: Sequence[Any], norms: NormWatch) -> None:
+    """Raise for parameters and statistics that the model uses but does not hold: a graph takes them for constants."""
+    buffers = {id(buffer) for buffer in model.buffers()}
+    hidden = [place for place, mean in norms.seen if mean is not None and id(mean) not in buffers]
+    own = {id(tensor) for tensor in (*model.parameters(), *call.leaves)}
+    outputs = [leaf for leaf in answered if isinstance(leaf, Tensor)]
+    hidden += [f"A parameter of shape {tuple(leaf.shape)}" for leaf in leaves_of(outputs) if id(leaf) not in own]
+    if hidden:
+        raise CaptureError(
+            f"{hidden[0]} is used by the model but not registered in it, so that a captured graph would never move it. "
+            "Make its owner an attribute of a module, or an entry of nn.ModuleList or nn.ModuleDict."
+        )
 
 
 def _uncut(model: nn.Module, call: Call, program: Program) -> tuple[list[Any], dict[str, int]]:
