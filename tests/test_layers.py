@@ -23,7 +23,19 @@ LAYERS = (
     # the batch and its pieces
     ("padding", "sizes", "reuse", "window", "dealing"),
     # gradients
-    ("options", "refusals", "sync", "gathering", "replicated", "sharded", "ranks", "recovery", "watch", "proof", "staged"),
+    (
+        "options",
+        "refusals",
+        "sync",
+        "gathering",
+        "replicated",
+        "sharded",
+        "ranks",
+        "recovery",
+        "watch",
+        "proof",
+        "staged",
+    ),
     ("gradient", "encoding", "coupled", "detector", "pipeline"),
     # the update, the truth and the advice
     ("step", "policies", "arrangement", "planner"),

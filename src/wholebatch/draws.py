@@ -9,18 +9,23 @@ an own mask, with the global generator or another one. What torch does not see (
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 STEP = 0.6180339887498949
 """Multiples of the golden ratio's fraction fill the unit interval evenly, however many are taken."""
+
+TORCH = Path(torch.__file__).parent
 
 DROPOUT_ARGUMENTS = ("dropout_p", "dropout")
 """What kernels that drop out inside call their probability, forward and backward."""
@@ -196,7 +201,7 @@ class BatchNormWatch(TorchFunctionMode):
     Sees the call, so it finds layers that no module has registered: a helper's, a class's, a bare function's.
 
     Attributes:
-        seen: the running mean that each such call was given, None where it had none.
+        seen: where each such call was made.
 
     Example:
         >>> with BatchNormWatch() as watch:
@@ -207,7 +212,7 @@ class BatchNormWatch(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.seen: list[Tensor | None] = []
+        self.seen: list[str] = []
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is F.batch_norm:
@@ -226,11 +231,25 @@ class BatchNormWatch(TorchFunctionMode):
         eps: float = 1e-5,
     ) -> Tensor:
         if training:
-            self.seen.append(running_mean)
+            self.seen.append(place_of(sys._getframe(2)))
         if training and running_mean is None:
             width = input.shape[1]
             running_mean, running_var = input.new_zeros(width), input.new_ones(width)
         return F.batch_norm(input, running_mean, running_var, weight, bias, False, momentum, eps)
+
+
+def place_of(frame: FrameType | None) -> str:
+    """Name the layer that a call was made by, and the line of the user's own that called it."""
+    layer, own = "", ""
+    while frame is not None and not own:
+        code = frame.f_code
+        owner, path = frame.f_locals.get("self"), Path(code.co_filename)
+        if isinstance(owner, nn.modules.batchnorm._NormBase):
+            layer = type(owner).__name__
+        if TORCH not in path.parents:
+            own = f"{code.co_name}, {path.name}, line {frame.f_lineno}"
+        frame = frame.f_back
+    return f"{layer or 'batch_norm'} (called in {own})"
 
 
 @contextmanager

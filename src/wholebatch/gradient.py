@@ -52,7 +52,7 @@ from wholebatch.state import State
 from wholebatch.sums import Sums, Tally, stated_sums
 from wholebatch.survey import Survey
 from wholebatch.sync import Ranks, Status, Travel
-from wholebatch.watch import watch_for
+from wholebatch.watch import Unwatched, watch_for
 from wholebatch.window import Piece, pieces_of
 
 LossFunction: TypeAlias = "Callable[[Any, Any], Any]"
@@ -206,8 +206,10 @@ def accumulate(
         learning = [*survey.parameters, *also]
         trial = Trial(survey, loss_fn, ranks, scaler, chosen, [*learning, *ranks.leaves()])
         verified = proven(trial, batch, pieces, splits=auto is not None)
+        del trial  # and what it has copied
         gradients.begin(learning, ranks.views, wide)
         run = _Run(survey, loss_fn, pieces, scaler, ranks, gradients, auto, chosen)
+        run.first = watch_for(survey, loss_fn, len(pieces), chosen, ranks, splits=auto is not None)
         pending = run.pending().noted(survey, verified)
         gradients.end()
         return pending
@@ -252,7 +254,7 @@ class _Run:
         self.start: State | None = None
         # At buffers: after the first forward, and after the last.
         self.looks = 0 if self.alone or options.get("batch_norm") is not None else 2
-        self.first = watch_for(survey, loss_fn, len(pieces), options, ranks, auto is not None)
+        self.first = Unwatched()
         gradients.include(ranks.leaves())
 
     def pending(self) -> Pending:

@@ -16,15 +16,13 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from pathlib import Path
-from types import CodeType, FrameType
+from types import CodeType
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from wholebatch.draws import uncompiled
+from wholebatch.draws import place_of, uncompiled
 from wholebatch.errors import InexactError
 from wholebatch.loss import Answer
 from wholebatch.memory import is_out_of_memory, release
@@ -40,8 +38,6 @@ KEPT = 2**26
 
 TRAINING = 5
 """Where every function of torch that normalises over the batch takes whether it is by the rows' own statistics."""
-
-TORCH = Path(torch.__file__).parent
 
 LISTED = 3
 """How many names an error lists."""
@@ -111,12 +107,7 @@ class Watch(Unwatched):
             yield
         if norms.seen:
             self._put_back()
-            raise InexactError(
-                f"{norms.seen[0][0]} normalises by the statistics of the rows it is given, and no module of the model "
-                f"holds it: each of {self._pieces} micro-batches would be normalised alone. Make it part of the model "
-                '(an attribute of a module, nn.ModuleList) and choose batch_norm="exact", put it into eval mode, or '
-                'choose batch_norm="micro" (as usual).'
-            )
+            raise InexactError(alone(norms.seen[0][0], self._pieces))
 
     @contextmanager
     def backward(self) -> Iterator[None]:
@@ -181,6 +172,15 @@ class Watch(Unwatched):
             for name, parameter in module.named_parameters(recurse=False)
         )
         return {name: parameter._version for name, parameter in (*self._survey.model.named_parameters(), *outside)}
+
+
+def alone(place: str, pieces: int) -> str:
+    """Say that a call normalises each micro-batch alone."""
+    return (
+        f"{place} normalises by the statistics of the rows it is given, and no module of the model holds it: each of "
+        f"{pieces} micro-batches would be normalised alone. Make it part of the model (an attribute of a module, "
+        'nn.ModuleList) and choose batch_norm="exact", put it into eval mode, or choose batch_norm="micro" (as usual).'
+    )
 
 
 def watch_for(
@@ -253,7 +253,7 @@ class NormWatch(TorchFunctionMode):
         if "batch_norm" in getattr(function, "__name__", ""):
             given = kwargs.get("training", args[TRAINING] if len(args) > TRAINING else False)
             if given is True:
-                self.seen.append((_place_of(sys._getframe(1)), _running_mean(function, args, kwargs)))
+                self.seen.append((place_of(sys._getframe(1)), _running_mean(function, args, kwargs)))
         return function(*args, **kwargs)
 
 
@@ -262,20 +262,6 @@ def _running_mean(function: Any, args: Any, kwargs: Any) -> Tensor | None:
     place = 1 if function is nn.functional.batch_norm else 3
     found: Tensor | None = kwargs.get("running_mean", args[place] if len(args) > place else None)
     return found
-
-
-def _place_of(frame: FrameType | None) -> str:
-    """Name the layer that a call was made by, and the line of the user's own that called it."""
-    layer, own = "", ""
-    while frame is not None and not own:
-        code = frame.f_code
-        owner, path = frame.f_locals.get("self"), Path(code.co_filename)
-        if isinstance(owner, nn.modules.batchnorm._NormBase):
-            layer = type(owner).__name__
-        if TORCH not in path.parents:
-            own = f"{code.co_name}, {path.name}, line {frame.f_lineno}"
-        frame = frame.f_back
-    return f"{layer or 'batch_norm'} (called in {own})"
 
 
 def _uncompiled() -> AbstractContextManager[None]:

@@ -178,6 +178,15 @@ def test_an_unregistered_layer_that_a_graph_would_freeze_is_refused_under_exact(
         assert set(gradients_of(model).values()) == {None}
 
 
+def test_a_layer_without_running_statistics_is_served_under_exact() -> None:
+    torch.manual_seed(14)
+    norm = nn.BatchNorm1d(4, track_running_stats=False)
+    model, rows = nn.Sequential(nn.Linear(3, 4), norm, nn.Linear(4, 2)).double(), rows_of(14)
+    reference = whole_batch(model, mean_square, rows)
+    wb.backward(model, squares, rows, 4, batch_norm="exact")
+    assert_same_gradient(model, reference)
+
+
 # State that moves
 
 

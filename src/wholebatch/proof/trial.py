@@ -49,7 +49,7 @@ class Outcome:
         scale: norm of the whole's gradient.
         tolerance: what rounding explains.
         seen: which operators drew random numbers.
-        batch_norms: the running means of BatchNorm calls that would have used the rows' statistics.
+        batch_norms: where BatchNorm was called that would have used the rows' statistics.
         elsewhere: whether draws were made that nobody holds still: NumPy's, or Python's own.
         moved: what the whole has moved besides gradients.
         shapes: of what the loss function returned for the whole and for the parts.
@@ -62,7 +62,7 @@ class Outcome:
     scale: float = 0.0
     tolerance: float = 0.0
     seen: set[str] = field(default_factory=set)
-    batch_norms: list[Tensor | None] = field(default_factory=list)
+    batch_norms: list[str] = field(default_factory=list)
     elsewhere: bool = False
     moved: list[Moved] = field(default_factory=list)
     shapes: Shapes = field(default_factory=Shapes)

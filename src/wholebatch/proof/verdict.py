@@ -10,7 +10,7 @@ from wholebatch.errors import InexactError, LossError, SplitError, WholeBatchErr
 from wholebatch.memory import is_out_of_memory, release
 from wholebatch.proof.sample import Sample, others_of
 from wholebatch.proof.trial import Outcome, Trial
-from wholebatch.survey import Survey
+from wholebatch.watch import alone
 from wholebatch.window import Piece, Window
 
 USER_ERRORS = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, AssertionError)
@@ -106,18 +106,8 @@ class Judge:
 
     def _refuse_unserved_batch_norm(self, outcome: Outcome) -> None:
         """Raise if a BatchNorm ran on the rows' statistics that nobody has chosen a way for."""
-        chosen = self.options.get("batch_norm")
-        survey: Survey = self.trial.survey
-        known = {id(owned.buffer) for owned in survey.buffers}
-        hidden = [mean for mean in outcome.batch_norms if mean is None or id(mean) not in known]
-        if not outcome.batch_norms or chosen in ("micro", "pooled") or (chosen is not None and not hidden):
-            return
-        raise InexactError(
-            f"{len(outcome.batch_norms)} BatchNorm calls use the statistics of the rows they are given, "
-            f"{len(hidden)} of them in layers that are no part of the model: they would normalise each micro-batch "
-            'alone. Make them submodules of the model and choose batch_norm="exact", put them into eval mode, or '
-            'choose batch_norm="micro" (as usual).'
-        )
+        if outcome.batch_norms and self.options.get("batch_norm") is None:  # every way of ours refuses for itself
+            raise InexactError(alone(outcome.batch_norms[0], len(self.pieces)))
 
     def _refuse_unsteady(self, sample: Sample, outcome: Outcome) -> None:
         """Stop where the same rows, asked twice, say two things: then parts cannot be told from the whole.
