@@ -21,6 +21,7 @@ class Finding:
 
     rule: its short name. harm: how far it moves the gradient or the training, for the order of the report.
     what: the fault in one sentence; amount: its size; why: where the reader wonders.
+    error: that size as a number, where it was measured on gradients.
     """
 
     rule: str
@@ -30,6 +31,7 @@ class Finding:
     site: Site | None
     change: Change
     why: str = ""
+    error: float | None = None
 
     def line(self) -> str:
         """Return the finding as one line."""

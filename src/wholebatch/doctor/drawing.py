@@ -5,7 +5,8 @@ from __future__ import annotations
 import html
 from collections.abc import Iterator, Sequence
 
-from wholebatch.doctor.story import Piece, Story, Window
+from wholebatch.doctor.piece import Piece
+from wholebatch.doctor.story import Story, Window
 
 WIDTH = 860
 ROW = 34

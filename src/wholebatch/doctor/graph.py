@@ -40,8 +40,8 @@ def terms_of(loss: Tensor) -> tuple[Term, ...]:
 
     Costs a few microseconds a node; reading a divisor that lives on a device waits for it.
     """
-    if loss.grad_fn is None or loss.numel() != 1:
-        return ()
+    if loss.grad_fn is None or loss.numel() != 1 or torch._C._len_torch_dispatch_stack() > 0:
+        return ()  # under a dispatch mode torch cannot read the numbers that nodes have saved
     found: list[Term] = []
     waiting = [Visit(loss.grad_fn, (), "")]
     while waiting and len(found) < MOST_TERMS:
@@ -138,14 +138,46 @@ STEPS: dict[str, Callable[[Visit], Iterator[Visit]]] = {
 def term_at(visit: Visit) -> Term:
     """Describe the reduction at which the way down ended."""
     kind, items, total = reduction_at(visit.node)
-    factors = visit.factors
+    factors = (*visit.factors, *inner_factors(visit.node))
     # A sum that is divided by its own items is a mean, however it was written.
     for place, factor in enumerate(factors):
         if kind == "sum" and items >= 1 and abs(factor * items - 1.0) < 1e-6:
             kind, factors = "mean", factors[:place] + factors[place + 1 :]
             break
     name = base(visit.node)
-    return Term(visit.path, name, kind, math.prod(factors), factors, items, total, paired(visit.node))
+    return Term(
+        visit.path, name, kind, math.prod(factors), factors, items, total, paired(visit.node), constant(visit.node)
+    )
+
+
+def constant(node: Any) -> float | None:
+    """Return the one number that a loss compares all its entries with, None where it is not one, or no number."""
+    target = saved(node, "target")
+    if not isinstance(target, Tensor) or not target.is_floating_point() or target.numel() < 2 or target.is_meta:
+        return None
+    first = target.reshape(-1)[0]
+    return float(first) if bool((target == first).all()) else None
+
+
+def inner_factors(node: Any) -> tuple[float, ...]:
+    """Return the numbers that all entries below a sum or mean are multiplied by: ``(losses / k).sum()``."""
+    factors: list[float] = []
+    below = children(node) if base(node) in ("Sum", "Mean") else []
+    while len(below) == 1:
+        factor = factor_at(below[0])
+        if factor is None and base(below[0]) not in THROUGH:
+            break
+        factors += [] if factor is None else [factor]
+        below = children(below[0])
+    return tuple(factors)
+
+
+def factor_at(node: Any) -> float | None:
+    """Return the number that a product or quotient multiplies by; None where it is no number."""
+    value = number(saved(node, "other")) if base(node) in ("Mul", "Div") and node.next_functions[0][0] else None
+    if value is None or base(node) == "Mul":
+        return value
+    return 1.0 / value if value else None
 
 
 def reduction_at(node: Any) -> tuple[str, float, float]:
@@ -182,7 +214,7 @@ def weight_of(node: Any, total: float) -> float:
 
     A factor with negative entries is no weight (a surrogate loss): -1.
     """
-    while base(node) in THROUGH and len(children(node)) == 1:
+    while (base(node) in THROUGH or factor_at(node) is not None) and len(children(node)) == 1:
         node = children(node)[0]
     if base(node) == "Mul":
         for name in ("other", "self"):

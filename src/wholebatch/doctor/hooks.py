@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import inspect
+import warnings
+from collections.abc import Iterable, Iterator
+from types import GeneratorType
 from typing import Any
 
 import torch
@@ -16,12 +19,13 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from wholebatch.doctor.library import around_library
 from wholebatch.doctor.recorder import Recorder
 from wholebatch.doctor.trace import Average, Collective, Epoch, Schedule, ZeroGrad
-from wholebatch.doctor.wrapping import Wrapping
+from wholebatch.doctor.wrapping import Call, Listener, Wrapping
+from wholebatch.site import OWN, site_of
 
 COLLECTIVES = ("all_reduce", "reduce_scatter_tensor", "all_gather_into_tensor", "reduce", "broadcast", "all_gather")
-Original = Callable[..., Any]
 
 
 @contextlib.contextmanager
@@ -32,10 +36,9 @@ def installed(recorder: Recorder) -> Iterator[None]:
         stack.callback(wrapping.restore)
         for handle in module_hooks(recorder) + optimizer_hooks(recorder):
             stack.callback(handle.remove)
-        for install in (around_backward, around_gradients, around_scaler, around_schedules, around_loaders):
+        for install in INSTALL:
             install(recorder, wrapping)
-        around_ranks(recorder, wrapping)
-        around_averages(recorder, wrapping)
+        stack.enter_context(warnings_in_their_place())
         stack.callback(recorder.switch.off)
         yield
 
@@ -47,7 +50,7 @@ def module_hooks(recorder: Recorder) -> list[Any]:
         if torch.compiler.is_compiling():
             return
         # After an error in the forward torch leaves the keyword arguments out.
-        recorder.leave_module(module, args, rest[0] if len(rest) == 2 else {})
+        recorder.leave_module(module, args, rest[0] if len(rest) == 2 else {}, rest[-1])
 
     def enter(module: Any, args: Any) -> None:
         if torch.compiler.is_compiling():  # a trace of the model, with tensors that hold nothing
@@ -79,11 +82,14 @@ def optimizer_hooks(recorder: Recorder) -> list[Any]:
 def around_backward(recorder: Recorder, wrapping: Wrapping) -> None:
     """Hear every backward: torch has no global hook for it (`Tensor.backward` calls this function too)."""
 
-    def backward(original: Original, tensors: Any, *args: Any, **kwargs: Any) -> None:
+    def backward(call: Call) -> Any:
         recorder.switch.off()
-        event = recorder.begin_backward(tensors)
+        roots = call.given(0, "tensors")
+        if recorder.call is not None:
+            recorder.call.listen(roots)
+        event = recorder.begin_backward(roots)
         try:
-            original(tensors, *args, **kwargs)
+            return call.run()
         finally:
             recorder.end_backward(event)
             recorder.switch.on()
@@ -94,78 +100,118 @@ def around_backward(recorder: Recorder, wrapping: Wrapping) -> None:
 def around_gradients(recorder: Recorder, wrapping: Wrapping) -> None:
     """Hear what is done to gradients: clearing and clipping."""
 
-    def zero(original: Original, owner: Any, *args: Any, **kwargs: Any) -> None:
-        groups = getattr(owner, "param_groups", None)
-        own = owner.parameters() if groups is None else (p for group in groups for p in group["params"])
+    def zero(call: Call) -> Any:
+        owner = call.given(0, "self")
+        own = (
+            owner.parameters()
+            if isinstance(owner, torch.nn.Module)
+            else (p for group in owner.param_groups for p in group["params"])
+        )
         numbers = recorder.parameters.numbers
         recorder.add(ZeroGrad(parameters=frozenset(numbers[id(p)] for p in own if id(p) in numbers)))
         with recorder.switch.aside():
-            original(owner, *args, **kwargs)
-
-    running: list[Any] = []
-
-    def clip(original: Original, parameters: Any, bound: Any, *args: Any, **kwargs: Any) -> Any:
-        if running:
-            return original(parameters, bound, *args, **kwargs)
-        given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        with recorder.switch.aside():
-            event = recorder.clipped(given, float(bound))
-            running.append(event)
-            try:
-                norm = original(given, bound, *args, **kwargs)
-            finally:
-                running.pop()
-        event.norm = float(norm) if isinstance(norm, Tensor) and type(norm) is Tensor else None
-        recorder.add(event)
-        return norm
+            return call.run()
 
     wrapping.method(torch.optim.Optimizer, "zero_grad", zero)
     wrapping.method(torch.nn.Module, "zero_grad", zero)
-    for name in ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_"):
-        wrapping.function(torch.nn.utils, name, clip)
+    around_clips(recorder, wrapping)
+
+
+def around_clips(recorder: Recorder, wrapping: Wrapping) -> None:
+    """Hear clipping; the outermost call where one clip is made of others."""
+    running: list[Any] = []
+
+    def listener(bound: str) -> Listener:
+        def clip(call: Call) -> Any:
+            limit = number(call.given(1, bound))
+            given = call.given(0, "parameters")
+            if running or limit is None or not isinstance(given, Iterable):
+                return call.run()  # a part of another clip, or a call that torch refuses
+            with recorder.switch.aside():
+                event = recorder.clipped(parameters_of(call, given), limit)
+                running.append(event)
+                try:
+                    norm = call.run()
+                finally:
+                    running.pop()
+            event.norm = float(norm) if type(norm) is Tensor else None
+            recorder.add(event)
+            return norm
+
+        return clip
+
+    for name, bound in (
+        ("clip_grad_norm_", "max_norm"),
+        ("clip_grad_value_", "clip_value"),
+        ("clip_grads_with_norm_", "max_norm"),
+    ):
+        wrapping.function(torch.nn.utils, name, listener(bound))
+
+
+def parameters_of(call: Call, given: Iterable[Tensor]) -> list[Tensor]:
+    """Return the parameters that a call was given, and give it them again where looking uses them up."""
+    listed = [given] if isinstance(given, Tensor) else list(given)
+    if isinstance(given, GeneratorType):
+        call.exchange(0, "parameters", (parameter for parameter in listed))  # torch warns of an empty generator
+    elif isinstance(given, Iterator):
+        call.exchange(0, "parameters", listed)
+    return listed
+
+
+def number(value: Any) -> float | None:
+    """Return an argument as a number, None where it is none."""
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError):
+        return None
 
 
 def around_scaler(recorder: Recorder, wrapping: Wrapping) -> None:
     """Hear a GradScaler."""
 
-    def scale(original: Original, scaler: Any, outputs: Any, *args: Any, **kwargs: Any) -> Any:
-        scaled = original(scaler, outputs, *args, **kwargs)
+    def scale(call: Call) -> Any:
+        scaled, scaler = call.run(), call.given(0, "self")
         if scaler.is_enabled():
-            for tensor in [scaled] if isinstance(scaled, Tensor) else list(scaled):
-                recorder.scaled[id(tensor)] = scaler.get_scale()
+            # Any other iterable comes back as an iterator, which belongs to the caller.
+            for tensor in scaled if isinstance(scaled, (list, tuple)) else [scaled]:
+                if isinstance(tensor, Tensor):
+                    recorder.note_scaled(tensor)
         return scaled
 
-    def call(name: str) -> Callable[..., Any]:
-        def around(original: Original, scaler: Any, *args: Any, **kwargs: Any) -> Any:
+    def listener(name: str) -> Listener:
+        def called(call: Call) -> Any:
+            scaler = call.given(0, "self")
             before, held = len(recorder.trace.events), scaler.get_scale()
-            optimizer = args[0] if args and name != "update" else kwargs.get("optimizer")
+            optimizer = call.given(1, "optimizer") if name != "update" else None
             try:
-                return original(scaler, *args, **kwargs)
+                return call.run()
             finally:
                 if scaler.is_enabled():
                     recorder.scaler_called(name, optimizer, held, before)
 
-        return around
+        return called
 
     wrapping.method(GradScaler, "scale", scale)
     for name in ("unscale_", "step", "update"):
-        wrapping.method(GradScaler, name, call(name))
+        wrapping.method(GradScaler, name, listener(name))
 
 
 def around_schedules(recorder: Recorder, wrapping: Wrapping) -> None:
     """Hear learning-rate schedulers, the outermost of nested ones, not the step that each makes at birth."""
     running: list[Any] = []
 
-    def step(original: Original, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+    def step(call: Call) -> Any:
+        scheduler = call.given(0, "self")
         born = getattr(scheduler, "_step_count", 1) == 0
         running.append(scheduler)
         try:
-            return original(scheduler, *args, **kwargs)
+            return call.run()
         finally:
             running.pop()
             if not running and not born:
                 lrs = tuple(float(group["lr"]) for group in scheduler.optimizer.param_groups)
-                recorder.add(Schedule(scheduler=id(scheduler), name=type(scheduler).__name__, lrs=lrs))
+                name, optimizer = type(scheduler).__name__, id(scheduler.optimizer)
+                recorder.add(Schedule(scheduler=id(scheduler), optimizer=optimizer, name=name, lrs=lrs))
 
     for kind in [lr_scheduler.LRScheduler, *descendants(lr_scheduler.LRScheduler)]:
         if "step" in vars(kind):
@@ -182,19 +228,20 @@ def around_loaders(recorder: Recorder, wrapping: Wrapping) -> None:
     """Hear where an epoch begins and ends."""
     lengths: dict[int, int | None] = {}
 
-    def begin(original: Original, loader: Any) -> Any:
-        iterator = original(loader)
+    def begin(call: Call) -> Any:
+        iterator, loader = call.run(), call.given(0, "self")
         lengths[id(iterator)] = length_of(loader)
         recorder.add(Epoch(what="start", loader=id(loader), length=length_of(loader)))
         return iterator
 
-    def draw(original: Original, iterator: Any) -> Any:
+    def draw(call: Call) -> Any:
+        iterator = call.given(0, "self")
         try:
-            batch = original(iterator)
+            batch = call.run()
         except StopIteration:
             recorder.add(Epoch(what="end", loader=id(iterator), length=lengths.get(id(iterator))))
             raise
-        recorder.drawn(batch)
+        recorder.drawn(id(iterator), batch)
         return batch
 
     wrapping.method(DataLoader, "__iter__", begin)
@@ -214,24 +261,61 @@ def around_ranks(recorder: Recorder, wrapping: Wrapping) -> None:
     if not dist.is_available():
         return
 
-    def around(name: str) -> Callable[..., Any]:
-        def called(original: Original, *args: Any, **kwargs: Any) -> Any:
-            sizes = [value.numel() * value.element_size() for value in args if isinstance(value, Tensor)]
+    def listener(name: str) -> Listener:
+        def called(call: Call) -> Any:
+            given = (*call.args, *call.kwargs.values())
+            sizes = [value.numel() * value.element_size() for value in given if isinstance(value, Tensor)]
             recorder.add(Collective(name=name, bytes=max(sizes, default=0)))
-            return original(*args, **kwargs)
+            return call.run()
 
         return called
 
     for name in COLLECTIVES:
-        wrapping.function(dist, name, around(name))
+        wrapping.function(dist, name, listener(name))
 
 
 def around_averages(recorder: Recorder, wrapping: Wrapping) -> None:
     """Hear torch's own weight averages."""
 
-    def update(original: Original, average: Any, *args: Any, **kwargs: Any) -> Any:
-        recorder.add(Average(name=type(average).__name__))
+    def update(call: Call) -> Any:
+        model = call.given(1, "model")
+        known = recorder.parameters.numbers
+        own = (
+            frozenset(known[id(p)] for p in model.parameters() if id(p) in known) if model is not None else frozenset()
+        )
+        recorder.add(Average(name=type(call.given(0, "self")).__name__, parameters=own))
         with recorder.switch.aside():
-            return original(average, *args, **kwargs)
+            return call.run()
 
     wrapping.method(swa_utils.AveragedModel, "update_parameters", update)
+
+
+@contextlib.contextmanager
+def warnings_in_their_place() -> Iterator[None]:
+    """Let warnings that name a file of the doctor name the user's line: it only stands between that and torch."""
+    kept = warnings.showwarning
+
+    def show(message: Any, category: Any, filename: str, lineno: int, file: Any = None, line: Any = None) -> None:
+        site = site_of(inspect.currentframe()) if filename.startswith(f"{OWN}/doctor") else None
+        if site is not None:
+            filename, lineno = site.file, site.line
+        kept(message, category, filename, lineno, file, line)
+
+    warnings.showwarning = show
+    try:
+        yield
+    finally:
+        if warnings.showwarning is show:
+            warnings.showwarning = kept
+
+
+INSTALL = (
+    around_backward,
+    around_gradients,
+    around_scaler,
+    around_schedules,
+    around_loaders,
+    around_ranks,
+    around_averages,
+    around_library,
+)

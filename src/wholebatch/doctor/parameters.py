@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import weakref
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +32,9 @@ class Parameters:
         self.names: list[str] = []
         self.numbers: dict[int, int] = {}
         self.modules: dict[int, str] = {}
+        self.roots: dict[int, tuple[weakref.ref[nn.Module], int]] = {}
+        self.members: list[frozenset[int]] = []
+        self.zeroed: set[int] = set()
         self.marks: dict[int, tuple[int, int]] = {}
         self.storages: dict[int, int] = {}
         self.sampled: dict[int, tuple[int, int]] = {}
@@ -47,20 +51,27 @@ class Parameters:
             self.storages[parameter.data_ptr()] = number
         return number
 
-    def add_module(self, module: nn.Module, prefix: str = "") -> None:
-        """Meet a module: its parameters under their own names, its parts for naming BatchNorm layers."""
-        if id(module) in self.modules:
-            return
+    def add_module(self, module: nn.Module) -> int:
+        """Meet a module: its parameters under their own names, its parts for naming BatchNorm layers.
+
+        Returns the module's number. Names of a further module begin with its class: the first one's stand alone.
+        """
+        known = self.roots.get(id(module))
+        if known is not None and known[0]() is module:
+            return known[1]
+        prefix = f"{type(module).__name__} {len(self.members) + 1}." if self.members else ""
         for name, part in module.named_modules():
             self.modules.setdefault(id(part), name.removeprefix("module."))
-        for name, parameter in module.named_parameters():
-            self.add(parameter, prefix + name.removeprefix("module."))
+        numbers = [self.add(held, prefix + name.removeprefix("module.")) for name, held in module.named_parameters()]
+        self.roots[id(module)] = (weakref.ref(module), len(self.members))
+        self.members.append(frozenset(numbers))
+        return len(self.members) - 1
 
     def look(self, written: bool = False) -> Look:
         """Compare every gradient with the look before, and remember this one.
 
-        A gradient that was changed into zeros counts as absent: it was cleared in place. Where a backward has just
-        `written` them, nothing is looked for.
+        A gradient that was changed into zeros counts as absent until it is written again: it was cleared in place.
+        Where a backward has just `written` them, nothing is looked for.
         """
         pending, changed = [], []
         for number, parameter in enumerate(self.tensors):
@@ -72,9 +83,11 @@ class Parameters:
                 self.marks[number] = mark
             if gradient is not None:
                 pending.append(number)
-        waiting = set() if written else set(changed) & set(pending)
-        cleared = {number for number in waiting if not bool(self.gradient(number).any())}
-        return Look(frozenset(pending) - cleared, frozenset(changed))
+        self.zeroed.difference_update(changed)
+        if not written:
+            waiting = set(changed) & set(pending)
+            self.zeroed |= {number for number in waiting if not bool(self.gradient(number).any())}
+        return Look(frozenset(pending) - self.zeroed, frozenset(changed))
 
     def gradient(self, number: int) -> Tensor:
         """Return a parameter's gradient as a plain dense tensor: the local part where it is spread over ranks."""

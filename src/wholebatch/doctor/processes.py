@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
-import pickle
+import stat
 import tempfile
 import time
 from collections.abc import Callable
@@ -13,8 +14,9 @@ from typing import Any
 
 import torch.multiprocessing as mp
 
+from wholebatch.doctor.letters import read, written
 from wholebatch.doctor.trace import Trace
-from wholebatch.doctor.wrapping import Wrapping
+from wholebatch.doctor.wrapping import Call, Wrapping
 
 
 class Watched:
@@ -39,8 +41,9 @@ class Watched:
 def around_processes(folder: str, steps: int, wrapping: Wrapping) -> None:
     """Let processes started by `torch.multiprocessing` watch themselves."""
 
-    def start(original: Callable[..., Any], function: Any, *args: Any, **kwargs: Any) -> Any:
-        return original(Watched(function, folder, steps), *args, **kwargs)
+    def start(call: Call) -> Any:
+        call.exchange(0, "fn", Watched(call.given(0, "fn"), folder, steps))
+        return call.run()
 
     wrapping.function(mp, "start_processes", start)
 
@@ -48,16 +51,16 @@ def around_processes(folder: str, steps: int, wrapping: Wrapping) -> None:
 def save(trace: Trace, folder: Path) -> None:
     """Write a trace under its rank; whole or not at all."""
     torn = folder / f"{os.getpid()}.part"
-    torn.write_bytes(pickle.dumps(trace))
-    torn.replace(folder / f"rank{trace.rank:05d}-{os.getpid()}.trace")
+    torn.write_text(written(trace), encoding="utf-8")
+    torn.replace(folder / f"rank{trace.rank:05d}-{os.getpid()}.json")
 
 
 def load(folder: Path, count: int = 0, patience: float = 0.0) -> list[Trace]:
     """Return the traces in a folder that saw something, waiting for `count` of them at most `patience` seconds."""
     until = time.monotonic() + patience
-    while len(found := sorted(folder.glob("*.trace"))) < count and time.monotonic() < until:
+    while len(found := sorted(folder.glob("*.json"))) < count and time.monotonic() < until:
         time.sleep(0.1)
-    traces: list[Trace] = [pickle.loads(path.read_bytes()) for path in found]
+    traces = [read(path.read_text(encoding="utf-8")) for path in found]
     return [trace for trace in traces if trace.events]
 
 
@@ -67,10 +70,18 @@ def launched() -> tuple[int, int]:
 
 
 def common_folder() -> Path:
-    """Return a folder that the ranks of one torchrun on this machine share, nobody else's to write in."""
-    run = os.environ.get("TORCHELASTIC_RUN_ID", "none")
+    """Return a folder that the ranks of one torchrun on this machine share, nobody else's to read or write in.
+
+    Raises:
+        PermissionError: if something else stands under its name: a link, or a folder that others may write in.
+    """
+    run = hashlib.sha256(os.environ.get("TORCHELASTIC_RUN_ID", "none").encode()).hexdigest()[:12]
     folder = Path(tempfile.gettempdir()) / f"wholebatch-doctor-{os.getuid()}-{os.getppid()}-{run}"
     folder.mkdir(mode=0o700, exist_ok=True)
-    if folder.stat().st_uid != os.getuid():
-        raise PermissionError(f"{folder} belongs to somebody else; remove it or set TMPDIR to a folder of your own.")
+    found = folder.lstat()  # of a link itself, not of what it leads to
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077:
+        raise PermissionError(
+            f"{folder} is no folder of yours alone (owner {found.st_uid}, mode {stat.S_IMODE(found.st_mode):o}), so "
+            "others could write what the ranks tell each other. Remove it, or set TMPDIR to a folder of your own."
+        )
     return folder

@@ -6,6 +6,7 @@ import gc
 import inspect
 import math
 import time
+import weakref
 from typing import Any
 
 import torch
@@ -15,8 +16,10 @@ from torch import Tensor, nn
 from wholebatch.doctor.averages import AverageSwitch, AverageWatch
 from wholebatch.doctor.exhibit import Exhibit
 from wholebatch.doctor.graph import terms_of
+from wholebatch.doctor.library import LibraryCall
+from wholebatch.doctor.lineage import Rows, leaves, mark, marks_below, path_of
 from wholebatch.doctor.parameters import Parameters
-from wholebatch.doctor.trace import Average, Backward, Clip, Event, Forward, Optimizer, Scaler, Step, Trace
+from wholebatch.doctor.trace import Average, Backward, Clip, Collective, Event, Forward, Optimizer, Scaler, Step, Trace
 from wholebatch.site import site_of
 
 BATCH_NORMS = (nn.modules.batchnorm._BatchNorm,)
@@ -38,7 +41,7 @@ class Recorder:
         self.depth = 0
         self.nested = 0
         self.inside_step = 0
-        self.scaled: dict[int, float] = {}
+        self.scaled: dict[int, weakref.ref[Tensor]] = {}
         self.ddp: dict[int, nn.Module] = {}
         self.forward: Forward | None = None
         self.random: list[Tensor] = []
@@ -46,13 +49,17 @@ class Recorder:
         self.average_source: int | None = None
         self.switch = AverageSwitch(AverageWatch(self.number_of, self.averaged))
         self.hunted = False
-        self.roots: list[str] = []
+        self.rows = Rows()
+        self.batch: tuple[int, int] | None = None
+        self.call: LibraryCall | None = None
         self.exhibit = exhibit
 
     # Events
 
     def add(self, event: Event) -> None:
         """Append an event under the user's line that caused it."""
+        if self.call is not None and not isinstance(event, Collective):
+            self.call.close()  # what follows inside `wb.Step` finds the window's gradient complete
         event.order = len(self.trace.events)
         event.seconds = time.perf_counter() - self.started
         if event.site is None:
@@ -77,30 +84,28 @@ class Recorder:
         if self.average_source is None:
             self.average_source = source
         if source == self.average_source:
-            self.add(Average(name="weights"))
+            self.add(Average(name="weights", parameters=frozenset({source})))
 
     # Forward
 
     def enter_module(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         """Note the outermost call of a module with parameters."""
         self.depth += 1
-        if self.depth == 1 and next(module.parameters(), None) is not None:
-            self.stop_if_enough()
-            self.parameters.add_module(module, self.prefix_of(module))
-            self.forward = Forward(training=module.training, grad=torch.is_grad_enabled(), model=type(module).__name__)
-            self.forward.site = site_of(inspect.currentframe())
-            self.random = random_states()
-            if self.exhibit is not None:
-                self.exhibit.forward_begins(module)
+        # Inside another module, or inside a backward or a call of this library, which is seen as one.
+        if self.depth > 1 or self.nested or not readable(next(module.parameters(), None)):
+            return
+        self.stop_if_enough()
+        frame = inspect.currentframe()
+        self.forward = Forward(training=module.training, grad=torch.is_grad_enabled(), model=type(module).__name__)
+        self.forward.module = self.parameters.add_module(module)
+        self.forward.site, self.forward.path = site_of(frame), path_of(frame)
+        self.forward.batch = self.batch
+        self.forward.after = marks_below(tensor for _, tensor in leaves(args))
+        self.random = random_states()
+        if self.exhibit is not None:
+            self.exhibit.forward_begins(module)
 
-    def prefix_of(self, module: nn.Module) -> str:
-        """Return what the names of a further module's parameters begin with: the first one's stand alone."""
-        known = len(self.roots)
-        if id(module) not in self.parameters.modules:
-            self.roots.append(type(module).__name__)
-        return f"{type(module).__name__} {known + 1}." if known else ""
-
-    def leave_module(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def leave_module(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """Note what kind of part ran, and close the event at the outermost one."""
         self.depth = max(self.depth - 1, 0)
         if self.forward is None:
@@ -110,8 +115,11 @@ class Recorder:
         self.note_wrapper(self.forward, module)
         if self.depth == 0:
             finish_forward(self.forward, args, kwargs)
+            self.forward.inputs = self.rows.of((args, kwargs))
+            self.forward.after = self.forward.after or marks_below(tensor for _, tensor in leaves(kwargs))
             self.forward.random = any(not torch.equal(a, b) for a, b in zip(self.random, random_states(), strict=False))
             self.add(self.forward)
+            mark(output, self.forward.order)
             if self.exhibit is not None:
                 self.exhibit.forward_ends(args, kwargs, self.forward.random)
             self.forward = None
@@ -137,17 +145,30 @@ class Recorder:
             return None
         self.hunt_optimizers()
         self.note_rank()
-        event = Backward(began=len(self.trace.events), site=site_of(inspect.currentframe()))
-        loss = root if isinstance(root, Tensor) else None
-        if loss is not None and loss.numel() == 1:
-            event.value = float(loss.detach().item())
-            event.terms = terms_of(loss)
-            event.scaled = self.scaled.pop(id(loss), None) is not None
+        frame = inspect.currentframe()
+        event = Backward(began=len(self.trace.events), site=site_of(frame), path=path_of(frame))
+        self.read_loss(event, root)
         look = self.parameters.look()
         event.pending, event.changed, event.weights = look.pending, bool(look.changed), self.parameters.weights()
         event.before = self.sample_if(event.changed)
         event.sync = self.syncing()
         return event
+
+    def read_loss(self, event: Backward, root: Any) -> None:
+        """Fill in what the loss tells: its value, its terms, and the forwards that it comes from."""
+        roots = [root] if isinstance(root, Tensor) else list(root) if isinstance(root, (list, tuple)) else []
+        event.forwards = marks_below(roots)
+        loss = roots[0] if len(roots) == 1 and isinstance(roots[0], Tensor) else None
+        if loss is None or loss.numel() != 1 or loss.is_meta or loss.is_complex():
+            return
+        event.value = float(loss.detach().item())
+        event.terms = terms_of(loss)
+        scaled = self.scaled.pop(id(loss), None)
+        event.scaled = scaled is not None and scaled() is loss
+
+    def note_scaled(self, tensor: Tensor) -> None:
+        """Remember that a scaler made this loss."""
+        self.scaled[id(tensor)] = weakref.ref(tensor)
 
     def end_backward(self, event: Backward | None) -> None:
         """Look at the gradients after a backward."""
@@ -210,6 +231,8 @@ class Recorder:
 
     def begin_step(self, optimizer: torch.optim.Optimizer) -> Step:
         """Look at the gradients as the optimizer finds them."""
+        if self.call is not None:
+            self.call.close()
         self.inside_step += 1
         number = self.meet_optimizer(optimizer)
         event = Step(began=len(self.trace.events), optimizer=number, in_backward=self.nested > 0)
@@ -237,18 +260,18 @@ class Recorder:
             self.exhibit.close(self.parameters)
         self.add(event)
 
-    def clipped(self, parameters: Any, bound: float) -> Clip:
+    def clipped(self, parameters: list[Tensor], bound: float) -> Clip:
         """Look at the gradients just before they are clipped."""
-        given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        numbers = frozenset(self.parameters.add(parameter, "") for parameter in given)
+        numbers = frozenset(self.parameters.add(parameter, "") for parameter in parameters)
         look = self.parameters.look()
         if self.exhibit is not None and not math.isinf(bound):
             self.exhibit.keep_gradient(self.parameters)
             self.exhibit.bound = bound
         return Clip(parameters=numbers & look.pending, bound=bound, sample=self.sample_if(bool(look.changed)))
 
-    def drawn(self, batch: Any) -> None:
-        """Keep what a data loader gave, when the window is to be measured."""
+    def drawn(self, loader: int, batch: Any) -> None:
+        """Note that a data loader gave a batch, and keep it when the window is to be measured."""
+        self.batch = (loader, 0 if self.batch is None else self.batch[1] + 1)
         if self.exhibit is not None:
             self.exhibit.drawn(batch)
 
@@ -265,6 +288,11 @@ def random_states() -> list[Tensor]:
     return [*states, torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else states  # type: ignore[no-untyped-call]
 
 
+def readable(parameter: Tensor | None) -> bool:
+    """Tell whether a module has parameters with memory of their own: those of a transform of `torch.func` have none."""
+    return parameter is not None and not torch._C._functorch.is_functorch_wrapped_tensor(parameter)
+
+
 def finish_forward(event: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Fill in rows, shape and labels from a module's inputs."""
     inputs = list(leaves((args, kwargs)))
@@ -274,15 +302,3 @@ def finish_forward(event: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]
     labels = next((tensor for name, tensor in inputs if name == "labels" and not tensor.is_floating_point()), None)
     if labels is not None:
         event.labels = float((labels != IGNORED_LABEL).sum().item())
-
-
-def leaves(nest: Any, name: str = "") -> Any:
-    """Yield (name, tensor) for the tensors of a nest of tuples, lists and mappings."""
-    if isinstance(nest, Tensor):
-        yield name, nest
-    elif hasattr(nest, "items") and hasattr(nest, "keys"):
-        for key, value in nest.items():
-            yield from leaves(value, str(key))
-    elif isinstance(nest, (list, tuple)):
-        for value in nest:
-            yield from leaves(value, name)

@@ -11,12 +11,17 @@ import dataclasses
 import itertools
 import math
 import statistics
+from collections.abc import Iterator
 
-from wholebatch.doctor.story import Piece, Story, Window
+from wholebatch.doctor.piece import Piece
+from wholebatch.doctor.sorts import losses_of
+from wholebatch.doctor.story import Story, Window, parallel
 from wholebatch.doctor.trace import Forward, Term
 from wholebatch.site import Site
 
 CLOSE = 1e-3
+# A gradient whose part along the old one is this near to it was altered (decayed, noised), not scaled.
+ALTERED = 0.05
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +41,7 @@ class Division:
     world: how many ranks the gradients are averaged over afterwards.
     lengths: how many pieces the windows of this optimizer have, the usual number first.
     after: what the gradients were multiplied by between the last backward and the step.
+    finer: the same by losses, where the shares look like several losses that are added on purpose.
     """
 
     shares: list[Share]
@@ -43,6 +49,7 @@ class Division:
     world: int
     lengths: list[int]
     after: float
+    finer: list[Division] = dataclasses.field(default_factory=list)
 
     @property
     def length(self) -> int:
@@ -166,28 +173,47 @@ def lengths_of(stories: list[Story], place: int) -> list[int]:
 
 def of_window(group: list[Window], ranks: list[int], lengths: list[int], world: int) -> list[Division]:
     """Return one division for each term that the pieces of a window have in common."""
-    shares = [
-        Share(rank, place, piece, term)
-        for rank, window in zip(ranks, group, strict=False)
-        for place, piece in enumerate(window.pieces)
-        for term in piece.backward.terms
-        if term.reduction != "opaque" and term.items > 0
-    ]
-    keyed: dict[tuple[object, ...], list[Share]] = {}
-    for share in shares:
-        key = (share.piece.backward.site, share.term.path, share.term.name)
-        keyed.setdefault(key, []).append(share)
-    after = rescaled(group[0]) if group else 1.0
-    return [Division(own, group, world, lengths, after) for own in keyed.values()]
+    after = rescaled(group[0], world)
+    if after is None:
+        return []  # the loop made a gradient of its own out of what the backwards left
+    keyed: dict[tuple[object, ...], dict[int, list[Share]]] = {}
+    for rank, window in zip(ranks, group, strict=False):
+        for gathering in window.gathered:
+            for part, loss in enumerate(losses_of(gathering)):
+                for key, share in shares_in(rank, window, loss):
+                    keyed.setdefault((gathering[0].backward.path, *key), {}).setdefault(part, []).append(share)
+    return [together(list(parts.values()), group, world, lengths, after) for parts in keyed.values()]
 
 
-def rescaled(window: Window) -> float:
-    """Return what the gradients were multiplied by after the last piece and before clip and step; 1 when unknown."""
+def shares_in(rank: int, window: Window, loss: list[Piece]) -> Iterator[tuple[tuple[str, str], Share]]:
+    """Yield the terms of the pieces that are in the gradient, each under what it has in common with others."""
+    places = {id(piece): place for place, piece in enumerate(window.pieces)}
+    for piece in loss:
+        for term in piece.backward.terms if id(piece) in places else ():
+            if term.reduction != "opaque" and term.items > 0:
+                yield (term.path, term.name), Share(rank, places[id(piece)], piece, term)
+
+
+def together(parts: list[list[Share]], group: list[Window], world: int, lengths: list[int], after: float) -> Division:
+    """Return the division of all shares, with that of each part where there are several."""
+    shares = sorted((share for part in parts for share in part), key=lambda share: (share.rank, share.place))
+    finer = [Division(part, group, world, lengths, after) for part in parts] if len(parts) > 1 else []
+    return Division(shares, group, world, lengths, after, finer)
+
+
+def rescaled(window: Window, world: int) -> float | None:
+    """Return what the gradients were multiplied by after the last piece and before clip and step.
+
+    1 when it was not kept, or reduced over ranks meanwhile; None when something else was done to them than scaling.
+    """
     found = window.found()
     last = window.own(window.pieces[-1].backward.after) if window.pieces else None
     if found is None or last is None:
         return 1.0
-    size = float(last.norm())
-    ratio = float(found.norm()) / size if size else 1.0
-    parallel = float((found - ratio * last).norm()) <= CLOSE * float(found.norm())
-    return ratio if parallel and ratio > 0 else 1.0
+    ratio = parallel(found, last)
+    if ratio is None and window.lost:
+        return None
+    if ratio is None and world == 1:
+        along = float(found @ last) / max(float(last @ last), 1e-30)
+        return 1.0 if abs(along - 1.0) < ALTERED else None
+    return 1.0 if ratio is None else ratio

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import statistics
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from wholebatch.doctor.piece import Piece
+from wholebatch.doctor.sorts import gathered, losses_of
 from wholebatch.doctor.trace import (
     Average,
     Backward,
@@ -21,69 +25,79 @@ from wholebatch.doctor.trace import (
     Trace,
     ZeroGrad,
 )
-from wholebatch.site import Site
 
-
-@dataclasses.dataclass
-class Piece:
-    """One backward of a window and the forwards that led to it."""
-
-    backward: Backward
-    forwards: list[Forward]
-
-    @property
-    def rows(self) -> int:
-        """The rows of the first forward that led here; 0 when none was seen."""
-        return next((forward.rows or 0 for forward in self.forwards), 0)
-
-    @property
-    def site(self) -> Site | None:
-        """The user's line nearest to the loss: that of the forward where a framework calls backward."""
-        site = self.backward.site
-        if (
-            site is None
-            or site.framework in (None, "accelerate")
-            or not self.forwards
-            or self.forwards[-1].site is None
-        ):
-            return site
-        return dataclasses.replace(self.forwards[-1].site, framework=site.framework)
+PARALLEL = 1e-3
 
 
 @dataclasses.dataclass
 class Window:
     """What happened for one optimizer from its previous step to this one.
 
-    lost: pieces whose gradients were cleared before any step used them; `cleared` tells where.
-    stale: gradients of an earlier window were still there when the first piece began.
-    ended: after how many of the pieces an epoch came to its end.
-    clips, updates: with the number of pieces that had run by then.
+    pieces: what is in the gradient that the step finds; lost: what was cleared before any step used it, `cleared`
+    tells where. stale: the parameters in which an earlier window's gradient is still there at the step.
+    clips and so on: with the number of pieces that had run by then.
     """
 
     optimizer: int
     number: int
     parameters: frozenset[int]
-    slices: list[tuple[int, int]] = dataclasses.field(default_factory=list)
+    slices: dict[int, tuple[int, int]] = dataclasses.field(default_factory=dict)
     pieces: list[Piece] = dataclasses.field(default_factory=list)
     lost: list[Piece] = dataclasses.field(default_factory=list)
     cleared: list[Event] = dataclasses.field(default_factory=list)
-    stale: bool = False
+    stale: frozenset[int] = frozenset()
     skipped: bool = False
     step: Step | None = None
-    ended: list[int] = dataclasses.field(default_factory=list)
-    clips: list[tuple[int, Clip]] = dataclasses.field(default_factory=list)
-    scaler: list[tuple[int, Scaler]] = dataclasses.field(default_factory=list)
-    schedules: list[tuple[int, Schedule]] = dataclasses.field(default_factory=list)
-    averages: list[tuple[int, Average]] = dataclasses.field(default_factory=list)
+    events: list[Event] = dataclasses.field(default_factory=list)
+
+    @functools.cached_property
+    def gathered(self) -> list[list[Piece]]:
+        """The pieces, lost ones too, by the lines that made them."""
+        return gathered(sorted((*self.lost, *self.pieces), key=lambda piece: piece.backward.order))
+
+    @functools.cached_property
+    def losses(self) -> list[list[Piece]]:
+        """The pieces, lost ones too, by the loss that they are micro-batches of."""
+        return [loss for group in self.gathered for loss in losses_of(group)]
 
     @property
     def length(self) -> int:
-        """How many micro-batches: backwards called from the same line; those of other lines run along."""
-        sites: dict[object, int] = {}
-        for piece in self.pieces:
-            site = piece.backward.site
-            sites[site] = sites.get(site, 0) + 1
-        return max(sites.values(), default=0)
+        """How many micro-batches: those of the loss that has most; the others run along."""
+        kept = {id(piece) for piece in self.pieces}
+        return max((sum(id(piece) in kept for piece in loss) for loss in self.losses), default=0)
+
+    @property
+    def clips(self) -> list[tuple[int, Clip]]:
+        """The clips of this optimizer's gradients."""
+        return self.at(Clip)
+
+    @property
+    def scaler(self) -> list[tuple[int, Scaler]]:
+        """The calls of a scaler."""
+        return self.at(Scaler)
+
+    @property
+    def schedules(self) -> list[tuple[int, Schedule]]:
+        """The steps of this optimizer's schedulers."""
+        return self.at(Schedule)
+
+    @property
+    def averages(self) -> list[tuple[int, Average]]:
+        """The weight averages that took in this optimizer's parameters."""
+        return self.at(Average)
+
+    @property
+    def ended(self) -> list[int]:
+        """After how many of the pieces data came to its end."""
+        return [at for at, event in self.at(Epoch) if event.what == "end" and at > 0]
+
+    def at(self, kind: type[Event]) -> list[tuple[int, Any]]:
+        """Return events of one kind, each with the number of pieces that had run by then."""
+        return [
+            (sum(piece.backward.order < event.order for piece in self.pieces), event)
+            for event in self.events
+            if isinstance(event, kind)
+        ]
 
     def found(self) -> Tensor | None:
         """Return the sampled gradient before the first clip after the last piece, or before the step."""
@@ -94,17 +108,35 @@ class Window:
         """Return the part of a sample that belongs to this window's optimizer, zeros where it was not taken yet."""
         if sample is None or not self.slices:
             return None
-        parts = [sample[start : start + numel] for start, numel in self.slices]
+        parts = [sample[start : start + numel] for start, numel in self.slices.values()]
         whole = [
             part if len(part) == numel else sample.new_zeros(numel)
-            for part, (_, numel) in zip(parts, self.slices, strict=True)
+            for part, (_, numel) in zip(parts, self.slices.values(), strict=True)
         ]
         return torch.cat(whole).double()
+
+    def only(self, numbers: frozenset[int], own: Tensor) -> Tensor:
+        """Return a vector as `own` returns it, zeros in all but these parameters."""
+        kept = [own.new_full((numel,), float(number in numbers)) for number, (_, numel) in self.slices.items()]
+        return own * torch.cat(kept)
 
     def gained(self, piece: Piece) -> Tensor | None:
         """Return what a piece added to the sampled gradient of this window's optimizer."""
         after, before = self.own(piece.backward.after), self.own(piece.backward.before)
-        return after if before is None else after - before if after is not None else None
+        if after is None or before is None:
+            return after
+        return after - before
+
+    def explained(self) -> bool:
+        """Tell whether the gradient that the step finds is what the backwards left, up to a factor.
+
+        It is not where the loop works on gradients by itself: projects them, adds noise, puts others in their place.
+        """
+        found = self.found()
+        last = self.own(self.pieces[-1].backward.after) if self.pieces else None
+        if found is None or last is None:
+            return True
+        return parallel(found, last) is not None
 
 
 @dataclasses.dataclass
@@ -138,7 +170,11 @@ def read(trace: Trace) -> Story:
 
 
 class Reader:
-    """Walks through the events once, for one optimizer."""
+    """Walks through the events once, for one optimizer, and keeps account of what its gradients are made of.
+
+    held: each piece that is in them, with the parameters in which it still is. used: those that an earlier step of
+    this optimizer has used.
+    """
 
     def __init__(self, trace: Trace, optimizer: int) -> None:
         self.trace = trace
@@ -147,12 +183,14 @@ class Reader:
         self.closed: list[Window] = []
         self.forwards: list[Forward] = []
         self.cleared: list[Event] = []
+        self.held: list[tuple[Piece, frozenset[int]]] = []
+        self.used: set[int] = set()
         self.window = self.fresh()
 
     def fresh(self) -> Window:
         """Return an empty window with the next number."""
-        slices = [self.trace.sampled[number] for number in sorted(self.own & self.trace.sampled.keys())]
-        return Window(self.optimizer, len(self.closed), self.own, slices)
+        numbers = sorted(self.own & self.trace.sampled.keys())
+        return Window(self.optimizer, len(self.closed), self.own, {n: self.trace.sampled[n] for n in numbers})
 
     def run(self) -> None:
         """Read every event."""
@@ -160,6 +198,9 @@ class Reader:
             read_one = getattr(self, f"on_{event.kind}", None)
             if read_one is not None:
                 read_one(event)
+        end = len(self.trace.events)
+        unused = [piece for piece, _ in self.held if id(piece) not in self.used]
+        self.window.pieces = [piece for piece in unused if not self.stepped_with(piece, end)]
 
     def on_forward(self, event: Forward) -> None:
         """Keep it for the backward to come."""
@@ -167,62 +208,86 @@ class Reader:
 
     def on_backward(self, event: Backward) -> None:
         """Add a piece, after noticing whether the earlier ones are still there."""
-        if event.touched & self.own or self.waits_unsharded(event):
-            self.notice_cleared(event)
-            if not self.window.pieces and not self.window.lost and event.pending & event.touched & self.own:
-                self.window.stale = True
-            self.window.pieces.append(Piece(event, self.forwards))
+        piece = Piece(event, self.came_from(event) or self.forwards)
         self.forwards = []
+        reached = event.touched & self.own
+        if reached or waits_unsharded(piece):
+            self.notice_cleared(event.pending, event)
+            self.held.append((piece, reached))
 
-    def waits_unsharded(self, event: Backward) -> bool:
-        """Tell whether FSDP keeps this backward's gradient to itself until it reduces: nothing shows in ``.grad``."""
-        return not event.touched and any(forward.wrapper == "fsdp" and forward.grad for forward in self.forwards)
+    def came_from(self, event: Backward) -> list[Forward]:
+        """Return the forwards that the graph of a loss leads to, and those that these took their inputs from."""
+        found: set[int] = set()
+        waiting = list(event.forwards)
+        while waiting:
+            number = waiting.pop()
+            forward = self.trace.events[number]
+            if number not in found and isinstance(forward, Forward):
+                found.add(number)
+                waiting += forward.after
+        return [
+            event for event in (self.trace.events[number] for number in sorted(found)) if isinstance(event, Forward)
+        ]
 
-    def notice_cleared(self, event: Backward) -> None:
-        """Drop the pieces that were cleared: lost ones are kept apart, used ones are forgotten."""
-        held = frozenset().union(*(piece.backward.touched for piece in self.window.pieces)) & self.own
-        if not held or held & event.pending:
-            return
-        lost = [piece for piece in self.window.pieces if not self.used(piece.backward, event)]
+    def notice_cleared(self, pending: frozenset[int], now: Event) -> None:
+        """Take out of account what is no longer in any gradient, and note what no step had used."""
+        kept: list[tuple[Piece, frozenset[int]]] = []
+        lost: list[Piece] = []
+        for piece, numbers in self.held:
+            left = numbers & pending
+            if left or not numbers:
+                kept.append((piece, left))
+            elif not self.served(piece, now):
+                lost.append(piece)
+        self.held = kept
         self.window.lost += lost
         if lost:
-            self.window.cleared += self.cleared[-1:] or [event]
-        self.window.pieces = []
+            self.window.cleared += self.cleared[-1:] or [now]
 
-    def used(self, piece: Backward, later: Backward) -> bool:
-        """Tell whether a piece served something before it was cleared.
+    def served(self, piece: Piece, now: Event) -> bool:
+        """Tell whether the gradient of a piece served something before it was cleared.
 
-        A step of any optimizer, a change of the weights by other means (sharpness-aware steps), or a closure that
-        an optimizer calls again.
+        A step of any optimizer, a change of the weights by other means (sharpness-aware steps), or a closure that an
+        optimizer calls again.
         """
-        between = self.trace.events[piece.order + 1 : later.began]
-        stepped = any(
-            isinstance(event, Step) and self.trace.optimizers[event.optimizer].parameters & piece.touched
-            for event in between
-        )
-        return stepped or piece.weights != later.weights or self.same_closure(piece, later)
+        later = now if isinstance(now, Backward) else None
+        if id(piece) in self.used or (later is not None and piece.backward.weights != later.weights):
+            return True
+        return self.stepped_with(piece, getattr(now, "began", now.order)) or self.same_closure(piece, now)
 
-    def same_closure(self, piece: Backward, later: Backward) -> bool:
-        """Tell whether both ran inside one and the same step."""
+    def stepped_with(self, piece: Piece, until: int) -> bool:
+        """Tell whether an optimizer of any parameter that a piece reached has stepped before an event."""
+        between = self.trace.events[piece.backward.order + 1 : until]
+        reached = piece.backward.touched
+        return any(isinstance(e, Step) and self.trace.optimizers[e.optimizer].parameters & reached for e in between)
+
+    def same_closure(self, piece: Piece, now: Event) -> bool:
+        """Tell whether both ran inside one and the same step, which may call its closure often."""
         steps = self.trace.of(Step)
-        return any(step.began <= piece.began and later.order < step.order for step in steps)
+        return any(step.began <= piece.backward.began and now.order <= step.order for step in steps)
 
     def on_step(self, event: Step) -> None:
         """Close the window, if it is this optimizer's step."""
         if event.optimizer == self.optimizer:
+            if not event.in_backward:
+                self.notice_cleared(event.pending, event)
             self.window.step = event
             self.close()
 
     def on_scaler(self, event: Scaler) -> None:
         """Note the call; a skipped step closes the window too."""
         if event.call == "update" or event.optimizer == self.optimizer:
-            self.window.scaler.append((len(self.window.pieces), event))
+            self.window.events.append(event)
         if event.call == "step" and event.optimizer == self.optimizer and not event.stepped:
             self.window.skipped = True
             self.close()
 
     def close(self) -> None:
-        """Put the window away and begin the next."""
+        """Put the window away and begin the next; what is in the gradients stays there until it is cleared."""
+        self.window.pieces = [piece for piece, _ in self.held if id(piece) not in self.used]
+        self.window.stale = frozenset().union(*(left for piece, left in self.held if id(piece) in self.used))
+        self.used |= {id(piece) for piece, _ in self.held}
+        self.held = [(piece, left) for piece, left in self.held if left]
         self.closed.append(self.window)
         self.window = self.fresh()
         self.cleared = []
@@ -230,7 +295,7 @@ class Reader:
     def on_clip(self, event: Clip) -> None:
         """Note a clip of this optimizer's gradients."""
         if event.parameters & self.own:
-            self.window.clips.append((len(self.window.pieces), event))
+            self.window.events.append(event)
 
     def on_zero_grad(self, event: ZeroGrad) -> None:
         """Remember where gradients were cleared last."""
@@ -238,14 +303,29 @@ class Reader:
             self.cleared.append(event)
 
     def on_schedule(self, event: Schedule) -> None:
-        """Note a scheduler's step."""
-        self.window.schedules.append((len(self.window.pieces), event))
+        """Note a step of this optimizer's scheduler."""
+        if event.optimizer in (-1, self.optimizer):
+            self.window.events.append(event)
 
     def on_average(self, event: Average) -> None:
-        """Note a weight average."""
-        self.window.averages.append((len(self.window.pieces), event))
+        """Note an average of this optimizer's parameters."""
+        if not event.parameters or event.parameters & self.own:
+            self.window.events.append(event)
 
     def on_epoch(self, event: Epoch) -> None:
-        """Note that data came to an end inside the window."""
-        if event.what == "end" and self.window.pieces:
-            self.window.ended.append(len(self.window.pieces))
+        """Note where data comes to its end."""
+        self.window.events.append(event)
+
+
+def waits_unsharded(piece: Piece) -> bool:
+    """Tell whether FSDP keeps a backward's gradient to itself until it reduces: nothing shows in ``.grad``."""
+    return not piece.backward.touched and any(forward.wrapper == "fsdp" and forward.grad for forward in piece.forwards)
+
+
+def parallel(vector: Tensor, other: Tensor) -> float | None:
+    """Return by what factor a vector is another one, None where it is not."""
+    size = float(other.norm())
+    ratio = float(vector.norm()) / size if size else 0.0
+    if ratio <= 0 or float((vector - ratio * other).norm()) > PARALLEL * float(vector.norm()):
+        return None
+    return ratio

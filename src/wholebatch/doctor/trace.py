@@ -15,6 +15,7 @@ class Term:
     """One summand of a loss, as the autograd graph tells it: ``factor * reduction(items)``.
 
     reduction: "mean" divides by its own items, "sum" by nothing, "opaque" could not be read.
+    target: the one number that all entries are compared with, None where there are several.
     factor: everything that the reduction was multiplied by afterwards; `factors` are its parts, outermost first.
     items: the weight that this term averages or sums over: rows, tokens that are not ignored, weights.
     total: how many entries there were, ignored ones included.
@@ -29,6 +30,7 @@ class Term:
     items: float
     total: float
     paired: bool = False
+    target: float | None = None
 
     @property
     def per_item(self) -> float:
@@ -48,10 +50,20 @@ class Event:
 
 @dataclasses.dataclass
 class Forward(Event):
-    """An outermost call of a module that has parameters."""
+    """An outermost call of a module that has parameters.
+
+    path: where in the user's code; module: its number in `Trace.modules`; after: the forwards whose output it took.
+    inputs: which memory its tensors show, see `lineage.Rows`. batch: the loader that gave the last batch before it,
+    and the number of that batch.
+    """
 
     kind: ClassVar[str] = "forward"
     model: str = ""
+    path: str = ""
+    module: int = -1
+    after: tuple[int, ...] = ()
+    inputs: tuple[tuple[int, int, int], ...] = ()
+    batch: tuple[int, int] | None = None
     rows: int | None = None
     shape: tuple[int, ...] = ()
     training: bool = True
@@ -70,10 +82,16 @@ class Backward(Event):
     weights: a number that changes whenever a parameter does.
     before, after: a sample of the gradients (all of a small model's), None when too much was kept already.
     sync: whether DDP was set to reduce while it ran; dtype: the shortest format among the gradients.
+    path: where in the user's code; forwards: those that the graph leads to.
+    call: the function of this library that ran all of it, "" for a backward of torch; rows: how many that call ran.
     """
 
     kind: ClassVar[str] = "backward"
     began: int = -1
+    path: str = ""
+    forwards: tuple[int, ...] = ()
+    call: str = ""
+    rows: int | None = None
     value: float | None = None
     scaled: bool = False
     terms: tuple[Term, ...] = ()
@@ -137,6 +155,7 @@ class Schedule(Event):
 
     kind: ClassVar[str] = "schedule"
     scheduler: int = -1
+    optimizer: int = -1
     name: str = ""
     lrs: tuple[float, ...] = ()
 
@@ -147,6 +166,7 @@ class Average(Event):
 
     kind: ClassVar[str] = "average"
     name: str = ""
+    parameters: frozenset[int] = frozenset()
 
 
 @dataclasses.dataclass
@@ -178,10 +198,14 @@ class Optimizer:
 
 @dataclasses.dataclass
 class Trace:
-    """Everything that one process saw. `complete` is true when the script came to its own end."""
+    """Everything that one process saw. `complete` is true when the script came to its own end.
+
+    modules: the numbers of the parameters of each module that was called.
+    """
 
     events: list[Event] = dataclasses.field(default_factory=list)
     optimizers: dict[int, Optimizer] = dataclasses.field(default_factory=dict)
+    modules: list[frozenset[int]] = dataclasses.field(default_factory=list)
     names: list[str] = dataclasses.field(default_factory=list)
     numels: list[int] = dataclasses.field(default_factory=list)
     sampled: dict[int, tuple[int, int]] = dataclasses.field(default_factory=dict)

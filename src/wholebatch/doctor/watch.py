@@ -32,7 +32,7 @@ class Seen:
     def trace(self) -> Trace:
         """The events that this process saw."""
         trace, parameters = self.recorder.trace, self.recorder.parameters
-        trace.names, trace.sampled = parameters.names, parameters.sampled
+        trace.names, trace.sampled, trace.modules = parameters.names, parameters.sampled, parameters.members
         trace.numels = [parameter.numel() for parameter in parameters.tensors]
         return trace
 

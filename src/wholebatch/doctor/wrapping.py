@@ -13,6 +13,37 @@ from collections.abc import Callable
 from typing import Any
 
 
+class Call:
+    """One call of a replaced function, with its arguments as the caller wrote them.
+
+    A listener reads and exchanges arguments by place and name, and never names them in a call of its own: what the
+    caller passed by position or by keyword reaches the original in the same way.
+    """
+
+    def __init__(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.original = original
+        self.args = args
+        self.kwargs = kwargs
+
+    def given(self, place: int, name: str, otherwise: Any = None) -> Any:
+        """Return the argument at a place, or of a name; `otherwise` where the caller left it out."""
+        return self.args[place] if len(self.args) > place else self.kwargs.get(name, otherwise)
+
+    def exchange(self, place: int, name: str, value: Any) -> None:
+        """Pass `value` on in the place of what was given."""
+        if len(self.args) > place:
+            self.args = (*self.args[:place], value, *self.args[place + 1 :])
+        elif name in self.kwargs:
+            self.kwargs = self.kwargs | {name: value}
+
+    def run(self) -> Any:
+        """Call the original; its answer and its errors are the caller's."""
+        return self.original(*self.args, **self.kwargs)
+
+
+Listener = Callable[[Call], Any]
+
+
 class Wrapping:
     """The replacements made so far; `restore` takes them back, the last one first."""
 
@@ -20,28 +51,19 @@ class Wrapping:
         self.undo: list[tuple[Any, str, Any, bool]] = []
         self.twins: list[tuple[Any, Any]] = []
 
-    def method(self, owner: type, name: str, around: Callable[..., Any]) -> None:
-        """Replace ``owner.name`` by ``around(original, self, *args, **kwargs)``."""
+    def method(self, owner: type, name: str, listener: Listener) -> None:
+        """Let calls of ``owner.name`` go through `listener`, with the object itself as the first argument."""
         own = name in vars(owner)
         original = inspect.getattr_static(owner, name)
-
-        @functools.wraps(original)
-        def replaced(*args: Any, **kwargs: Any) -> Any:
-            return around(original, *args, **kwargs)
-
         self.undo.append((owner, name, original, own))
-        setattr(owner, name, replaced)
+        setattr(owner, name, heard(original, listener))
 
-    def function(self, module: Any, name: str, around: Callable[..., Any]) -> None:
-        """Replace a function by ``around(original, *args, **kwargs)``, also where it was imported by name."""
+    def function(self, module: Any, name: str, listener: Listener) -> None:
+        """Let calls of a function go through `listener`, also where it was imported by name."""
         original = getattr(module, name, None)
         if original is None:
             return
-
-        @functools.wraps(original)
-        def replaced(*args: Any, **kwargs: Any) -> Any:
-            return around(original, *args, **kwargs)
-
+        replaced = heard(original, listener)
         self.twins.append((original, replaced))
         rebind(original, replaced)
 
@@ -56,6 +78,16 @@ class Wrapping:
             rebind(replaced, original)
         self.undo.clear()
         self.twins.clear()
+
+
+def heard(original: Callable[..., Any], listener: Listener) -> Callable[..., Any]:
+    """Return a function that looks like the original and hands its calls to `listener`."""
+
+    @functools.wraps(original)
+    def replaced(*args: Any, **kwargs: Any) -> Any:
+        return listener(Call(original, args, kwargs))
+
+    return replaced
 
 
 def rebind(old: Any, new: Any) -> None:

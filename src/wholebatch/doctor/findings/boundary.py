@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from wholebatch.comparison import compare
+from wholebatch.comparison import Comparison, compare
 from wholebatch.doctor.findings.remedies import line_of, moved
 from wholebatch.doctor.story import Story, Window
 from wholebatch.doctor.trace import Clip, Event, Schedule
@@ -13,21 +13,23 @@ from wholebatch.finding import Change, Finding
 
 def clip_per_piece(story: Story, window: Window) -> Finding | None:
     """Gradients are clipped before the window is complete."""
-    early = [clip for at, clip in window.clips if at < len(window.pieces) and not math.isinf(clip.bound)]
+    early = [clip for at, clip in window.clips if 0 < at < len(window.pieces) and not math.isinf(clip.bound)]
     if not early or window.length < 2 or not window.step:
         return None
+    size = clip_amount(window)
     return Finding(
         "clip-per-piece",
         f"gradients are clipped after each piece, {len(window.clips)} times for one step",
-        clip_amount(window) or "the sum of clipped pieces is not the clipped sum",
+        str(size) if size is not None else "the sum of clipped pieces is not the clipped sum",
         0.8,
         early[0].site,
         moved(early[0].site, "clip_grad_norm_(parameters, 1.0)", "once a window, before the step"),
         "Clipping a partial sum changes what the later pieces are added to.",
+        size.error if size is not None else None,
     )
 
 
-def clip_amount(window: Window) -> str | None:
+def clip_amount(window: Window) -> Comparison | None:
     """Compare the step with one clip of the whole sum, when the sample holds the whole gradient."""
     gained = [piece for piece in map(window.gained, window.pieces) if piece is not None]
     applied = window.own(window.step.sample) if window.step is not None else None
@@ -35,7 +37,7 @@ def clip_amount(window: Window) -> str | None:
         return None
     whole = applied.new_zeros(applied.shape) + sum(gained)
     bound = window.clips[-1][1].bound
-    return str(compare(applied, whole * min(1.0, bound / max(float(whole.norm()), 1e-30))))
+    return compare(applied, whole * min(1.0, bound / max(float(whole.norm()), 1e-30)))
 
 
 def clip_before_unscale(story: Story, window: Window) -> Finding | None:

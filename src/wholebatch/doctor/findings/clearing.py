@@ -4,20 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from wholebatch.comparison import compare
+from wholebatch.comparison import Comparison, compare
 from wholebatch.doctor.findings.remedies import line_of, moved
-from wholebatch.doctor.story import Piece, Story, Window
+from wholebatch.doctor.piece import Piece
+from wholebatch.doctor.story import Story, Window
+from wholebatch.doctor.trace import Forward
 from wholebatch.finding import Change, Finding
 from wholebatch.site import Site
 
 
 def not_cleared(story: Story, window: Window) -> Finding | None:
-    """The gradient of the window before is still there when the first piece of this one begins."""
+    """The gradient that an earlier step has used is still there when the next one steps."""
     if not window.stale or window.number == 0 or not window.pieces:
         return None
     before = story.windows[window.optimizer][window.number - 1]
-    found, stale = window.found(), window.own(window.pieces[0].backward.before)
-    size = compare(found, found - stale) if found is not None and stale is not None else None
+    size = stale_amount(window)
     tried = [event.site for _, event in before.scaler if event.call == "step"]
     site = before.step.site if before.step is not None else tried[-1] if tried else window.pieces[0].backward.site
     rule = "not-cleared-after-skipped-step" if before.skipped else "zero-grad-missing"
@@ -28,51 +29,85 @@ def not_cleared(story: Story, window: Window) -> Finding | None:
         str(size) if size is not None else "each step repeats all earlier ones",
         1.0 + (size.error if size is not None else 0.0),
         site,
-        Change(line_of(site, "optimizer.step()"), f"{line_of(site, 'optimizer.step()')}; optimizer.zero_grad()"),
+        cleared_after(site),
+        error=size.error if size is not None else None,
     )
+
+
+def stale_amount(window: Window) -> Comparison | None:
+    """Compare the step's gradient with the one without what an earlier step has used already."""
+    found, before = window.found(), window.own(window.pieces[0].backward.before)
+    if found is None or before is None:
+        return None
+    return compare(found, found - window.only(window.stale, before))
+
+
+def cleared_after(site: Site | None) -> Change:
+    """Clear after the step at `site`, or let `wb.Step` do it."""
+    text = line_of(site, "optimizer.step()")
+    return Change(text, f"{text}; optimizer.zero_grad()")
 
 
 def cleared_per_piece(story: Story, window: Window) -> Finding | None:
     """Gradients are cleared between the pieces of a window, so only the last ones count."""
-    if not window.lost or not usual_loss(story, window):
+    thrown = thrown_away(window)
+    if not thrown or not usual_loss(story, window) or not window.explained():
         return None
-    lost, kept = len(window.lost), len(window.pieces)
+    lost, kept = len(thrown), len(window.pieces)
     site = window.cleared[0].site
+    size = lost_amount(window, thrown)
     return Finding(
         "zero-grad-per-piece",
         f"gradients are cleared inside the window: {lost} of {lost + kept} pieces are thrown away",
-        lost_amount(window) or f"only {kept} of {lost + kept} pieces count",
+        str(size) if size is not None else f"only {kept} of {lost + kept} pieces count",
         1.0,
         site,
         moved(site, "optimizer.zero_grad()", "only after optimizer.step()"),
+        error=size.error if size is not None else None,
     )
+
+
+def thrown_away(window: Window) -> list[Piece]:
+    """Return the lost pieces that were micro-batches of a loss that the step is made of.
+
+    A gradient that was only looked at (of an attack, a norm, another task) is no loss, and neither is one that was
+    put back by hand: where nothing is left, the step must have found nothing.
+    """
+    if not window.pieces:
+        return window.lost if window.step is not None and not window.step.pending else []
+    kept = {id(piece) for piece in window.pieces}
+    lost = {id(piece) for piece in window.lost}
+    mixed = [loss for loss in window.losses if any(id(piece) in kept for piece in loss)]
+    return [piece for loss in mixed for piece in loss if id(piece) in lost]
 
 
 def usual_loss(story: Story, window: Window) -> bool:
     """Tell whether most windows lose pieces (each time anew), as against the tail of an epoch."""
     windows = story.windows[window.optimizer]
     losing = sum(bool(other.lost) for other in windows)
-    return losing * 2 > len(windows) and (len(windows) > 1 or len(window.pieces) == 1)
+    return losing * 2 > len(windows) and (len(windows) > 1 or len(window.pieces) <= 1)
 
 
-def lost_amount(window: Window) -> str | None:
+def lost_amount(window: Window, thrown: list[Piece]) -> Comparison | None:
     """Return how far the kept pieces are from all pieces, from the gradients that were there."""
-    gained = [window.gained(piece) for piece in (*window.lost, *window.pieces)]
+    gained = [window.gained(piece) for piece in (*thrown, *window.pieces)]
     found = window.found()
     if found is None or any(piece is None for piece in gained):
         return None
     whole = sum(piece for piece in gained if piece is not None)
-    return str(compare(found, found.new_zeros(found.shape) + whole))
+    return compare(found, found.new_zeros(found.shape) + whole)
 
 
 def tail_dropped(story: Story, window: Window) -> Finding | None:
     """The pieces of an unfinished window are cleared away, or never stepped."""
-    if window.step is not None and window.lost and not usual_loss(story, window):
-        return dropped(window.lost, window.cleared[0].site, "cleared away before any step")
-    unfinished = story.trace.complete and window.step is None and window.number > 0 and not window.skipped
     full = story.usual_length(window.optimizer)
-    sites = {piece.backward.site for seen in story.windows[window.optimizer] for piece in seen.pieces}
-    same_loop = all(piece.backward.site in sites for piece in window.pieces)
+    thrown = thrown_away(window)
+    # As many as a whole window has were left out on purpose: a loss that was not finite.
+    if window.step is not None and 0 < len(thrown) < full and not usual_loss(story, window):
+        return dropped(thrown, window.cleared[0].site, "cleared away before any step")
+    unfinished = story.trace.complete and window.step is None and window.number > 0 and not window.skipped
+    paths = {piece.backward.path for seen in story.windows[window.optimizer] for piece in seen.pieces}
+    same_loop = all(piece.backward.path in paths for piece in window.pieces)
     if unfinished and window.pieces and same_loop and window.length < full:
         return dropped(window.pieces, window.pieces[-1].backward.site, "never stepped")
     return None
@@ -100,19 +135,39 @@ def foreign_gradients(story: Story, window: Window) -> Finding | None:
     for other in story.windows:
         if other == window.optimizer or window.step is None:
             continue
-        strangers = list(shared_pieces(story, window, other))
+        strangers = list(judged_pieces(story, window, other))
         if strangers and len(strangers) < len(window.pieces):
             return leak(story, window, strangers, other)
     return None
 
 
-def shared_pieces(story: Story, window: Window, other: int) -> Iterator[Piece]:
-    """Yield the pieces that touch the other optimizer's parameters too, if that one steps with nothing else."""
-    theirs = {piece.backward.site for seen in story.windows[other] for piece in seen.pieces if seen.step is not None}
+def judged_pieces(story: Story, window: Window, other: int) -> Iterator[Piece]:
+    """Yield the pieces that only judge the other optimizer's output with this one's parameters.
+
+    They touch the other's parameters too, that one steps with nothing else, and what it made went into a module of
+    this one: a generator's loss through the discriminator. A loss that goes the other way, through a body into a
+    further head, belongs to both.
+    """
+    theirs = {piece.backward.path for seen in story.windows[other] for piece in seen.pieces if seen.step is not None}
     foreign = story.trace.optimizers[other].parameters - window.parameters
+    own = window.parameters - story.trace.optimizers[other].parameters
     for piece in window.pieces:
-        if piece.backward.touched & foreign and theirs == {piece.backward.site}:
+        reached = piece.backward.touched & foreign and theirs == {piece.backward.path}
+        if reached and takes_from(story, piece, own, foreign):
             yield piece
+
+
+def takes_from(story: Story, piece: Piece, own: frozenset[int], foreign: frozenset[int]) -> bool:
+    """Tell whether a module with some of the own parameters took in what one with foreign parameters made."""
+    makers = {
+        f.order for f in piece.forwards if parameters_in(story, f) & foreign and not parameters_in(story, f) & own
+    }
+    return any(set(f.after) & makers for f in piece.forwards if parameters_in(story, f) & own)
+
+
+def parameters_in(story: Story, forward: Forward) -> frozenset[int]:
+    """Return the parameters of the module that a forward called."""
+    return story.trace.modules[forward.module] if forward.module >= 0 else frozenset()
 
 
 def leak(story: Story, window: Window, strangers: list[Piece], other: int) -> Finding:
@@ -136,6 +191,7 @@ def leak(story: Story, window: Window, strangers: list[Piece], other: int) -> Fi
             line_of(site, "loss.backward()"), f"{line_of(site, 'loss.backward()')[:-1]}inputs=list(own_parameters))"
         ),
         "Backward reaches every parameter that the loss depends on, and clearing waits for the boundary.",
+        size.error if size is not None else None,
     )
 
 

@@ -72,8 +72,8 @@ def short_window(division: Division) -> Finding | None:
     full = divisor(division)
     if not division.is_mean or not 0 < division.length < full or near(division.whole, 1.0):
         return None
-    if full not in division.lengths and max(division.lengths) > 1:
-        return None
+    if full not in division.lengths:
+        return None  # a weight of the loss, not a number of pieces
     if not near(division.whole, division.length / full):
         return None
     first = division.windows[0].number == 0
@@ -125,7 +125,8 @@ def mean_of_means(division: Division) -> Finding | None:
         return None
     if division.world > 1 and division.even(ranks=False):
         return None
-    size = reweighed(division) or by_weight(division)
+    measured = reweighed(division)
+    size = measured or by_weight(division)
     counts = ", ".join(f"{items:g}" for items in division.items[:8])
     return Finding(
         "mean-of-means",
@@ -135,6 +136,7 @@ def mean_of_means(division: Division) -> Finding | None:
         division.site,
         scaled_backward(division.site, "* items / items_of_the_window", divisor(division)),
         "Each piece divides by its own items; items of a short piece then count more than those of a long one.",
+        measured.error if measured is not None else None,
     )
 
 
@@ -179,7 +181,8 @@ def uneven_sums(division: Division) -> Finding | None:
         return None
     if division.world > 1 and division.even(ranks=False):
         return None
-    size = reweighed(division) or by_weight(division)
+    measured = reweighed(division)
+    size = measured or by_weight(division)
     site = division.site
     return Finding(
         "mean-of-means",
@@ -189,6 +192,7 @@ def uneven_sums(division: Division) -> Finding | None:
         site,
         scaled_backward(site, "* its_divisor / items_of_the_window"),
         "An item weighs the same in every piece only if all pieces divide by the items of the whole window.",
+        measured.error if measured is not None else None,
     )
 
 

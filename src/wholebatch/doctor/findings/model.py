@@ -8,8 +8,9 @@ from torch import Tensor
 
 from wholebatch.doctor.findings.ranks import framework
 from wholebatch.doctor.findings.remedies import line_of
+from wholebatch.doctor.piece import Piece
 from wholebatch.doctor.shares import contains
-from wholebatch.doctor.story import Piece, Story, Window
+from wholebatch.doctor.story import Story, Window
 from wholebatch.doctor.trace import Backward
 from wholebatch.finding import Change, Finding
 

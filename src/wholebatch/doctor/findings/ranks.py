@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from wholebatch.doctor.findings.remedies import line_of
-from wholebatch.doctor.story import Piece, Story, Window
+from wholebatch.doctor.piece import Piece
+from wholebatch.doctor.story import Story, Window
 from wholebatch.doctor.trace import Collective
 from wholebatch.finding import Change, Finding
 

@@ -1,0 +1,18 @@
+"""The clearing stands between backward and step. Planted: zero-grad-per-piece"""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+torch.manual_seed(0)
+k = 4
+model = nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 3))
+
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+data = torch.utils.data.TensorDataset(torch.randn(64, 6), torch.randint(0, 3, (64,)))
+loader = torch.utils.data.DataLoader(data, batch_size=4, shuffle=True)
+
+for x, y in loader:
+    F.cross_entropy(model(x), y).backward()
+    optimizer.zero_grad()
+    optimizer.step()
