@@ -237,3 +237,58 @@ def test_what_is_missing_is_named(tokens: Any, message: str) -> None:
     batch = {**padded([2, 4]), "features": torch.zeros(2, 3), "square": torch.ones(2, 4, 4)}
     with pytest.raises(SplitError, match=message):
         pieces_of(batch, tokens)
+
+
+def with_other(key: str, other: Tensor, mask: Tensor) -> dict[str, Tensor]:
+    return {
+        "input_ids": torch.arange(1, 9) * mask,
+        "attention_mask": mask,
+        "labels": mask - 101 * (1 - mask),
+        key: other,
+    }
+
+
+ONE_PADDED = (torch.arange(8) < torch.tensor([8, 7, 8])[:, None]).long()
+UNSURE: dict[str, dict[str, Tensor]] = {
+    "another sequence, one position padded": with_other("decoder_input_ids", torch.arange(24).view(3, 8), ONE_PADDED),
+    "patches, one position padded": with_other("patches", torch.arange(72.0).view(3, 8, 3), ONE_PADDED),
+    "weights that count in the padding": with_other("loss_weights", torch.ones(3, 8), ONE_PADDED),
+    "the mask of another sequence": with_other("decoder_attention_mask", torch.ones(3, 8), ONE_PADDED),
+    "classes, of which the last are rare": with_other("classes", torch.eye(3, 8), ONE_PADDED),
+    "pixels": with_other("pixel_mask", torch.ones(3, 5, 8), ONE_PADDED),
+    "attention to a padded position": with_other("cross_mask", torch.eye(8).repeat(3, 1, 1).flip(1), ONE_PADDED),
+    "attention over another length": with_other("cross_mask", torch.ones(3, 1, 5, 8), ONE_PADDED),
+}
+
+
+@pytest.mark.parametrize("name", UNSURE)
+def test_what_cannot_be_shown_to_be_filling_is_not_trimmed(name: str) -> None:
+    with pytest.warns(UserWarning, match=r"Nothing is trimmed: .* Name the tensors"):
+        pieces = pieces_of(UNSURE[name], wb.Tokens(1))
+    assert [piece.load()["input_ids"].shape for piece in pieces] == [(1, 8)] * 3
+
+
+def causal(mask: Tensor) -> Tensor:
+    """An additive mask (rows, 1, L, L), as models make it."""
+    seen = mask[:, None, None, :].bool() & torch.ones(8, 8).tril().bool()
+    return torch.where(seen, 0.0, torch.finfo(torch.float32).min)
+
+
+SHORT = (torch.arange(8) < torch.tensor([8, 3, 2])[:, None]).long()
+SURE: dict[str, dict[str, Tensor]] = {
+    "targets, filled with what stands nowhere else": with_other(
+        "targets", torch.arange(1, 9) * SHORT - (1 - SHORT), SHORT
+    ),
+    "ids of characters": with_other("characters", torch.arange(1, 9) * SHORT, SHORT),
+    "a mask of the loss": with_other("loss_mask", SHORT * torch.tensor([0, 1] * 4), SHORT),
+    "an additive causal mask": with_other("causal_mask", causal(SHORT), SHORT),
+    "the only sequence": {"tokens": torch.full((3, 8), 7), "attention_mask": SHORT},
+}
+
+
+@pytest.mark.parametrize("name", SURE)
+def test_what_is_shown_to_be_filling_is_trimmed(name: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        pieces = pieces_of(SURE[name], wb.Tokens(1))
+    assert [piece.load()["attention_mask"].shape for piece in pieces] == [(1, 8), (1, 3), (1, 2)]

@@ -12,6 +12,12 @@ from torch import Tensor
 from wholebatch.batch import Leaf, Nest
 from wholebatch.errors import SplitError
 
+KNOWN = ("input_ids", "token_type_ids", "inputs_embeds")
+"""Keys of what follows the mask by name: its filling may be any value, also one that stands at real positions."""
+
+MANY = 8
+"""So many positions of one value that stands nowhere else are no chance."""
+
 
 class Padding:
     """Where the real tokens of a padded batch lie, and which of its tensors follow them.
@@ -102,16 +108,24 @@ class Padding:
         if not padded.any():
             return
         # Positions may run on into the padding: nothing there is read by them.
-        doubtful = [leaf for leaf in nest.leaves if self._axes.get(leaf.path) == (1,) and leaf.key != "position_ids"]
-        kept = next((leaf for leaf in doubtful if leaf is not self._mask and not _is_filling(leaf, padded)), None)
+        doubtful = [leaf for leaf in nest.leaves if self._axes.get(leaf.path) and leaf.key != "position_ids"]
+        doubtful = [leaf for leaf in doubtful if leaf is not self._mask]
+        inputs = [leaf for leaf in doubtful if self._axes[leaf.path] == (1,) and not leaf.key.endswith("labels")]
+        alone = len(inputs) == 1  # the mask must belong to something
+        kept = next((leaf for leaf in doubtful if not self._follows(leaf, padded, alone)), None)
         if kept is not None:
             self.starts, self.stops = [0] * len(self.starts), [self.width] * len(self.stops)
             warnings.warn(
-                f"Nothing is trimmed: {kept.path!r} is as wide as {self._mask.path!r}, but holds values where that "
-                "says that rows are padded. It may follow another length, or count there. Name the tensors that "
-                f"follow the mask, with or without it: wb.Tokens(..., length={tuple(self._axes)}).",
+                f"Nothing is trimmed: {kept.path!r} is as wide as {self._mask.path!r}, but nothing shows that it is "
+                "mere filling where that says that rows are padded. It may follow another length, or count there. Name "
+                f"the tensors that follow the mask, with or without it: wb.Tokens(..., length={tuple(self._axes)}).",
                 stacklevel=2,
             )
+
+    def _follows(self, leaf: Leaf, padded: Tensor, alone: bool) -> bool:
+        """Whether a leaf holds nothing where rows are padded, as far as can be seen."""
+        axes = self._axes[leaf.path]
+        return _is_filling(leaf, padded, alone) if axes == (1,) else _hides_padding(leaf, padded, axes)
 
 
 def _find_mask(nest: Nest, name: str) -> Leaf:
@@ -146,12 +160,40 @@ def _extents(mask: Tensor) -> tuple[list[int], list[int]]:
     return starts.tolist(), stops.masked_fill(real.sum(1) == 0, 1).tolist()
 
 
-def _is_filling(leaf: Leaf, padded: Tensor) -> bool:
-    """Whether a leaf holds one value throughout the padding; labels, one that no label has."""
+def _is_filling(leaf: Leaf, padded: Tensor, alone: bool) -> bool:
+    """Whether a leaf holds one value throughout the padding, and that value is no content.
+
+    Of labels it is one that no label has; of weights and masks, 0. What else is as wide may be so by chance, and a few
+    padded positions may hold one value by chance: then it must be a value that stands at no real position.
+    """
     values = torch.as_tensor(leaf.value)
-    first = divmod(int(padded.flatten().int().argmax()), padded.shape[1])
-    filling = values[first]
+    padded = padded.to(values.device)
+    filling = values[divmod(int(padded.flatten().int().argmax()), padded.shape[1])]
+    spread = padded[(...,) + (None,) * filling.dim()]
     # Filled anew and compared: several times faster than picking out what is padded.
-    where = padded.to(values.device)[(...,) + (None,) * filling.dim()]
-    constant = torch.equal(torch.where(where, filling, values), values)
-    return constant and (not leaf.key.endswith("labels") or bool((filling < 0).all()))
+    if not torch.equal(torch.where(spread, filling, values), values):
+        return False
+    if leaf.key.endswith("labels"):
+        return bool((filling < 0).all())
+    if "mask" in leaf.key or "weight" in leaf.key:
+        return not bool(filling.any())
+    if alone or leaf.key in KNOWN:
+        return True
+    elsewhere = ((values == filling) & ~spread).flatten(2).all(2) if filling.dim() else (values == filling) & ~spread
+    return not bool(elsewhere.any()) and (bool((filling <= 0).all()) or int(padded.sum()) >= MANY)
+
+
+def _hides_padding(leaf: Leaf, padded: Tensor, axes: tuple[int, ...]) -> bool:
+    """Whether a mask (rows, ..., L, L) or (rows, ..., 1, L) says one thing of padded positions, for all real ones."""
+    values = torch.as_tensor(leaf.value)
+    last = values.dim() - 1
+    if last not in axes or (last - 1 not in axes and values.shape[last - 1] != 1 and last > 1):
+        return False  # as wide by chance: a picture, attention to something of another length
+    padded = padded.to(values.device)
+    between = (slice(None),) + (None,) * (last - 1)
+    hidden = padded[between]
+    if last - 1 in axes:
+        hidden = hidden & ~padded[(slice(None),) + (None,) * (last - 2) + (slice(None), None)]
+    hidden = hidden.expand(values.shape)
+    chosen = values[hidden]
+    return chosen.numel() == 0 or bool((chosen == chosen[0]).all())

@@ -157,8 +157,8 @@ class Tokens:
     *A padded batch*: ``mask`` names its (rows, L) mask, or its (rows,) lengths. Every piece is trimmed to its own
     longest row: the mask, each tensor (rows, L, ...), and masks (rows, ..., L, L) on both sides. Trimming is exact if
     masked positions count neither in the model nor in the loss, which `check` shows. Padding on the left is trimmed
-    only if ``position_ids`` come with the batch, since positions would shift. A tensor that holds anything but one
-    filling value where rows are padded (labels: a negative one) may follow another length, or count there: then nothing
+    only if ``position_ids`` come with the batch, since positions would shift. A tensor that is not seen to hold mere
+    filling where rows are padded (labels: a negative value) may follow another length, or count there: then nothing
     is trimmed, and a warning says so. ``length=("input_ids", "labels")`` names the tensors that follow the mask and
     settles it. A mask on a GPU costs one host synchronisation.
 
