@@ -18,7 +18,7 @@ LAYERS = (
     # facts: about losses, numbers, models and batches
     ("draws", "reach", "survey", "state", "holders", "snapshot"),
     ("loss", "losses", "below", "shapes", "precision", "flags", "forms", "sums", "denominators", "shares", "conduct"),
-    ("readers", "moments", "norms", "buffers"),
+    ("readers", "moments", "norms", "buffers", "parting", "passes"),
     ("leaves", "containers", "doubts", "batch", "memory", "checkpointing"),
     # the batch and its pieces
     ("padding", "sizes", "reuse", "window", "dealing"),

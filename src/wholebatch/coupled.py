@@ -149,7 +149,7 @@ def accumulate_coupled(
     modules = [module for reach in reaches for module in reach.modules]
     survey = Survey(model, modules, [leaf for reach in reaches for leaf in reach.leaves])
     learning = [*survey.parameters, *also]
-    ranks = ranks_of(survey)
+    ranks = ranks_of(survey, chosen.get("sync", "last"))
 
     def run(size: int | Tokens | None) -> Pending:
         with ranks:
@@ -264,6 +264,7 @@ class _Coupled:
         self.ranks.agree(Status.READY, Sums())
         self.ranks.settle()
         self.ranks.reduce(self.gradients)
+        self.ranks.conclude(self.gradients)
         result = Result(**sums.report(self.survey.device), micro_batches=len(self.pieces), rows=rows)
         return Pending(result, self.gradients, 1.0, sums.alive, tally.losses, tally.flags)
 

@@ -300,15 +300,16 @@ class _Run:
         sums = agreement.sums
         if agreement.recount or (self.ranks.world > 1 and agreement.number and not uniform(sums, self.ranks.world)):
             raise _Recount
+        self.ranks.settle()
         factor = denominators.settle(sums)
         if self.ranks.world > 1 and self.travel is not Travel.EVERY:
             self.gradients.scale(factor)
             factor = 1.0
-        self.ranks.settle()
         if self.travel is Travel.LAST:
             self._propagate(waiting, denominators, last=True)
-        elif self.travel is Travel.APART or self.ranks.lockstep:
+        if self.travel is Travel.APART or self.ranks.lockstep:
             self.ranks.reduce(self.gradients)
+        self.ranks.conclude(self.gradients)
         self.window.commit()
         if self.ranks.world == 1:
             self.shares.check()
@@ -359,6 +360,8 @@ class _Run:
         agreement = self.ranks.agree(status, Sums(), denominators.guess)
         if agreement.recount:
             raise _Recount
+        if self.travel is Travel.EVERY:
+            self.ranks.settle()
         denominators.adopt(agreement.number)
         return answer
 
@@ -459,6 +462,8 @@ class _Run:
 
         def look(piece: Piece | None) -> None:
             self._forward(piece, tally)
+            if self.ranks.lockstep or self.ranks.meets:
+                self.ranks.agree(Status.READY, Sums())  # so that none goes on to the next forward without the others
 
         for piece in self.ranks.rounds(self.pieces, self.window.loss):
             if self.recovery is None or piece is None:

@@ -23,7 +23,8 @@ class Options(TypedDict, total=False):
         collate: makes a micro-batch of a list of samples; the batch is then a plain sequence of samples.
         whole: names of leaves that go whole into every micro-batch although they look as if they had rows, such as
             weights of as many classes as there are rows.
-        sync: when gradients travel over ranks: "last", once a window; "every", with each micro-batch.
+        sync: when gradients travel over ranks: "last", once a window; "every", with each micro-batch; "alone", never:
+            this process has a model of its own, although others have joined ``torch.distributed`` too.
         accumulate_in: the precision of the window's sum for parameters of fewer bits, such as ``torch.float32``.
         offload: keep what autograd saves in host memory while it waits. With ``batch_norm="exact"``: what crosses
             from stage to stage; on the CPU itself most of that is made twice instead.
@@ -41,7 +42,7 @@ class Options(TypedDict, total=False):
     items: Callable[[Any], Counts] | None
     collate: Callable[[list[Any]], Any] | None
     whole: Sequence[str]
-    sync: Literal["last", "every"]
+    sync: Literal["last", "every", "alone"]
     accumulate_in: torch.dtype | None
     offload: bool
     batch_norm: Literal["exact", "exact-per-rank", "exact-lock-step", "pooled", "micro"] | None
@@ -49,7 +50,7 @@ class Options(TypedDict, total=False):
 
 
 CHOICES: dict[str, tuple[object, ...]] = {
-    "sync": ("last", "every"),
+    "sync": ("last", "every", "alone"),
     "verify": ("first", "always", "never"),
     "batch_norm": (None, "exact", "exact-per-rank", "exact-lock-step", "pooled", "micro"),
 }

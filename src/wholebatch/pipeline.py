@@ -139,6 +139,7 @@ class Pipeline:
             if not sums.alive:
                 gradients.zero()
             gradients.merge()
+            self._ranks.conclude(gradients)
         return Result(**sums.report(self._device), micro_batches=steps * self.micro_batches, rows=rows)
 
     def clip(self, max_norm: float) -> float:

@@ -20,6 +20,7 @@ from wholebatch.gradient import LossFunction, accumulate
 from wholebatch.memory import SavedBytes, is_out_of_memory, offloaded
 from wholebatch.options import BACKWARD, Options, checked
 from wholebatch.precision import Gradients, all_or_nothing, device_of
+from wholebatch.ranks import by_itself
 from wholebatch.sizes import Tokens
 from wholebatch.state import State
 from wholebatch.window import Piece, Window, pieces_of
@@ -326,7 +327,7 @@ class _Trial:
 
     def __init__(self, model: nn.Module, loss_fn: LossFunction, options: Options, free: float) -> None:
         self._model, self._loss_fn, self._free = model, loss_fn, free
-        self._options: Options = {**options, "collate": None, "whole": ()}
+        self._options: Options = {**by_itself(model, options), "collate": None, "whole": ()}
         self._device = device_of(model)
         self._pace = float("inf")
 

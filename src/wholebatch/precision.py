@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from weakref import WeakSet
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
@@ -50,6 +51,8 @@ class Gradients:
         self._hooks: list[RemovableHandle] = []
         self._passing: set[int] = set()
         self._listening = True
+        self._alone: set[int] = set()
+        self._groups: Sequence[dist.ProcessGroup] = ()
 
     def begin(
         self, parameters: Iterable[Tensor], views: bool = False, accumulate_in: torch.dtype | None = None
@@ -186,6 +189,21 @@ class Gradients:
                 self._copies[key] = home.clone()
             parameter.grad = home.copy_(total)
         return [p.grad for p in self.parameters.values() if p.grad is not None]
+
+    def keep_apart(self, parameters: Iterable[Tensor], groups: Sequence[dist.ProcessGroup]) -> None:
+        """Note which parameters are others on each rank of some groups, so that a norm counts those of all ranks."""
+        self._alone, self._groups = {id(parameter) for parameter in parameters}, groups
+
+    def norm(self, device: torch.device) -> Tensor:
+        """Measure the 2-norm of what the optimizer would get, over all ranks."""
+        grads = self.preview()
+        if not self._alone:
+            return total_norm(grads, device)
+        own = {id(p.grad) for key, p in self.parameters.items() if key in self._alone and p.grad is not None}
+        parts = total_norm([grad for grad in grads if id(grad) in own], device).to(precise(device)).square()
+        for group in self._groups:
+            dist.all_reduce(parts, group=group)
+        return (total_norm([grad for grad in grads if id(grad) not in own], device).square() + parts).sqrt()
 
     @torch.no_grad()
     def drop(self, keep: Callable[[Tensor], bool] = lambda parameter: False) -> None:

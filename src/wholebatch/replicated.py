@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from wholebatch.errors import SyncError
+from wholebatch.passes import Passes
 from wholebatch.precision import Gradients, device_of
 from wholebatch.sums import Sums
-from wholebatch.sync import Peers, Ranks, Status, Travel, buckets, message_device, write
+from wholebatch.sync import Next, Peers, Status, Travel, buckets, message_device, write
 from wholebatch.window import Piece
 
 
@@ -31,25 +32,47 @@ class DataParallelRanks(Peers):
         group: dist.ProcessGroup = model.process_group
         super().__init__([group], message_device(group, device_of(model.module)))
         self._model = model
+        self._left_out = set(model.parameters_to_ignore)
+        self._armed = False
+        self._times: list[int] = []
+        self._passes = Passes()
+        _refuse_settings(model, self._reduced())
         self.views = bool(model.gradient_as_bucket_view)
         self.meets = any(isinstance(m, nn.SyncBatchNorm) and m.training for m in model.modules())
-        self._learns_graph = model.static_graph and not model._static_graph_delay_allreduce_enqueued
-        self.travel = Travel.EVERY if every or self._learns_graph else Travel.LAST
+        # A static graph is reduced when every hook has fired as often as in its first backward. That is no count for a
+        # window: a rank may have nothing in a round, and reentrant checkpoints fire once for each use of a block.
+        self._plans = bool(model.static_graph) and not model._static_graph_delay_allreduce_enqueued
+        self.travel = Travel.APART if model.static_graph else Travel.EVERY if every else Travel.LAST
 
-    def __enter__(self) -> Ranks:
-        super().__enter__()
+    def _open(self) -> None:
         self._model.reducer._rebuild_buckets()
         self._model.require_forward_param_sync = False
-        if self._learns_graph:  # else each forward would plan a reduction for its own backward
+        if self._model.find_unused_parameters:
+            self._model.reducer._reset_state()  # else what earlier windows used, and never reduced, counts as used now
+        if self._plans:  # else each forward would plan a reduction for its own backward
             self._model._static_graph_delay_allreduce_enqueued = True
         if self._model.broadcast_buffers:
             self._broadcast_buffers()
-        return self
+        if self.meets:
+            self._passes.watch(self._model)
 
     def __exit__(self, *error: Any) -> None:
-        if self._learns_graph:  # no backward came that far
+        if self._plans:
             self._model._static_graph_delay_allreduce_enqueued = False
-        super().__exit__(*error)
+        self._passes.forget()
+        try:
+            super().__exit__(*error)
+        finally:
+            if self._armed and not self._finished():
+                self._model.reducer._reset_state()  # else it refuses the next backward, for this one's sake
+
+    @property
+    def alone(self) -> list[Tensor]:
+        """The parameters that the wrapper was told to ignore."""
+        if not self._left_out:
+            return []
+        reduced = {id(parameter) for parameter in self._reduced()}
+        return [p for p in self._model.parameters() if p.requires_grad and id(p) not in reduced]
 
     def local(self) -> AbstractContextManager[Any]:
         """Run a forward whose backward reduces nothing."""
@@ -67,39 +90,104 @@ class DataParallelRanks(Peers):
             )
         return self._in_step([*pieces, *[None] * (max(counts) - len(pieces))])
 
+    def settle(self) -> None:
+        """Note that all ranks go on to send gradients, after the forwards of this round."""
+        super().settle()
+        self._passes.begin()
+
+    def conclude(self, gradients: Gradients) -> None:
+        """Note that nothing is outstanding, and that DDP has come to the end of its reduction.
+
+        Raises:
+            SyncError: if it has not, so that gradients are this rank's alone.
+        """
+        if self._armed and not self._finished():
+            raise SyncError(
+                "DistributedDataParallel has not finished its reduction: some parameter took no part in the last "
+                "backward. Build it with find_unused_parameters=True, or let the loss depend on every parameter."
+            )
+        super().conclude(gradients)
+
     def arm(self, outputs: Sequence[Tensor]) -> None:
         """Make the backward from these outputs reduce all gradients."""
+        self._armed, self._times = True, self._model.reducer.get_backward_stats()
         self._model.reducer.prepare_for_forward()
-        self._model.reducer.prepare_for_backward([] if self._model.static_graph else list(outputs))
-        if self._learns_graph:
-            self._learns_graph = False
-            outputs[0].register_hook(self._reduce_at_the_end)  # type: ignore[no-untyped-call]
+        self._model.reducer.prepare_for_backward(list(outputs))
 
     def idle(self) -> list[Tensor]:
         """Return a zero that depends on every parameter, so that each hook of the reducer fires."""
-        wanted = [p for p in self._model.parameters() if p.requires_grad]
+        wanted = self._reduced()
         if self._model.find_unused_parameters:
             wanted = [p for p in wanted if p.grad is not None] or wanted[:1]
         return [torch.stack([p.flatten()[:0].sum().to("cpu", torch.float64) for p in wanted]).sum()]
 
     def reduce(self, gradients: Gradients) -> None:
         """Average all sums as they lie, where the reducer cannot reach them."""
-        parameters = [p for p in self._model.parameters() if p.requires_grad]
-        self.average(gradients.held(self.complete(gradients, parameters)))
+        self.average(gradients.held(self.complete(gradients, self._reduced())))
 
     def _in_step(self, pieces: Sequence[Piece | None]) -> Iterator[Piece | None]:
         for piece in pieces:
+            self._next = Next.COLLECTIVE
             self._model.reducer._rebuild_buckets()  # a collective, once in a life: before a forward that some leave out
+            self._passes.begin()
+            self._next = Next.COLLECTIVE if self.meets else Next.AGREEMENT
             yield piece
+        self._next = Next.AGREEMENT
 
-    def _reduce_at_the_end(self, grad: Tensor) -> None:
-        """Reduce when the backward is over, as DDP does while it learns which parameters its static graph uses."""
-        reducer: Any = self._model.reducer
-        torch.autograd.Variable._execution_engine.queue_callback(reducer._delay_all_reduce)
+    def _awaited(self, error: BaseException) -> Next:
+        """A forward in which ranks meet has been left by all once it is over; so has a reduction that is finished."""
+        if self._next is not Next.COLLECTIVE:
+            return self._next
+        if self.meets and self._passes.over:
+            return Next.AGREEMENT
+        if self._armed and self._finished():
+            return Next.AGREEMENT if self.travel is Travel.EVERY else Next.NOTHING
+        return Next.COLLECTIVE
+
+    def _finished(self) -> bool:
+        """Tell whether DDP has begun the reduction that it was armed for, and come to its end."""
+        if self._times == self._model.reducer.get_backward_stats():  # of each parameter's last reduction
+            return False
+        ask = getattr(self._model.reducer, "_check_reducer_finalized", lambda: None)
+        try:
+            ask()
+        except RuntimeError:
+            return False
+        return True
+
+    def _reduced(self) -> list[Tensor]:
+        """List the parameters that DDP reduces, by the names that it goes by."""
+        if not self._left_out:
+            return [p for p in self._model.parameters() if p.requires_grad]
+        found: dict[int, Tensor] = {}
+        for place, module in self._model.module.named_modules():
+            for name, parameter in module.named_parameters(recurse=False):
+                if parameter.requires_grad and f"{place}.{name}" not in self._left_out:
+                    found[id(parameter)] = parameter
+        return list(found.values())
 
     def _broadcast_buffers(self) -> None:
         group = self.groups[0]
-        for bucket in buckets(buffer.detach() for buffer in self._model.module.buffers()):
+        named = self._model.module.named_buffers()
+        for bucket in buckets(buffer.detach() for name, buffer in named if name not in self._left_out):
             flat = torch.cat([buffer.flatten() for buffer in bucket])
-            dist.broadcast(flat, dist.get_global_rank(group, 0), group)
+            work = dist.broadcast(flat, dist.get_global_rank(group, 0), group, async_op=True)
+            if work is not None:
+                self._wait(work)
             write(flat, bucket)
+
+
+def _refuse_settings(model: DistributedDataParallel, reduced: Sequence[Tensor]) -> None:
+    """Raise for a wrapper that does not reduce what now receives gradients, or that reduces in another way as well."""
+    if getattr(model, "_delay_all_reduce_params", None):
+        raise SyncError(
+            "DistributedDataParallel(delay_all_reduce_named_params=...) reduces gradients in every backward, also of a "
+            "micro-batch. Leave it out."
+        )
+    said: dict[str, Any] = model._get_ddp_logging_data()  # type: ignore[no-untyped-call]
+    built, now = said.get("num_parameter_tensors"), len(reduced)
+    if built is not None and (now > built or (now < built and not model.find_unused_parameters)):
+        raise SyncError(
+            f"DistributedDataParallel was built when {built} parameters required a gradient, and now {now} do: it "
+            "reduces those that it was built with. Wrap the model anew after freezing or unfreezing parameters."
+        )

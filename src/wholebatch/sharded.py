@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -15,10 +16,11 @@ from torch.utils.hooks import RemovableHandle
 from wholebatch.batch import Nest, move
 from wholebatch.errors import SyncError
 from wholebatch.loss import is_half
+from wholebatch.passes import Passes
 from wholebatch.precision import Gradients, device_of
 from wholebatch.state import State
 from wholebatch.sums import Sums
-from wholebatch.sync import Peers, Ranks, Status, Travel, buckets, message_device
+from wholebatch.sync import Next, Peers, Status, Travel, buckets, message_device
 from wholebatch.window import Piece
 
 SETTINGS = (
@@ -42,17 +44,23 @@ class ShardedRanks(Peers):
         groups = [mesh.get_group(dimension) for dimension in range(mesh.ndim)]
         super().__init__(groups, message_device(groups[0], device_of(model)))
         self._model = model
-        self._plain = [p for p in model.parameters() if p.requires_grad and not isinstance(p, DTensor)]
         self._modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        inside = {id(p) for module in self._modules for p in module.parameters()}
+        plain = [p for p in model.parameters() if p.requires_grad and not isinstance(p, DTensor)]
+        self._plain = [p for p in plain if id(p) not in inside]
+        self._ignored: list[Tensor] = [p for p in plain if id(p) in inside]
         self._settings: list[tuple[Any, str, Any]] = []
 
-    def __enter__(self) -> Ranks:
-        super().__enter__()
+    def _open(self) -> None:
         for module in self._roots():
             module._get_fsdp_state()._lazy_init()  # else the first forward would change settings after us
         for group in self._parameter_groups():
             self._settings += [(group, name, getattr(group, name)) for name in SETTINGS if hasattr(group, name)]
-        return self
+
+    @property
+    def alone(self) -> list[Tensor]:
+        """The parameters of sharded modules that are not sharded: ``ignored_params``."""
+        return self._ignored
 
     def __exit__(self, kind: type[BaseException] | None, *rest: Any) -> None:
         try:
@@ -66,7 +74,7 @@ class ShardedRanks(Peers):
                 self._forget_iteration()
 
     def reduce(self, gradients: Gradients) -> None:
-        """Average what FSDP does not manage: parameters of the model that are not sharded."""
+        """Reduce what FSDP does not manage: parameters of modules that are not sharded."""
         if self._plain:
             self.average(gradients.held(self.complete(gradients, self._plain)))
 
@@ -107,8 +115,8 @@ class WholeShards(ShardedRanks):
         self._pairs: list[tuple[DTensor, Tensor]] = []
         self.accumulate_in = self._reduced_in()
 
-    def __enter__(self) -> Ranks:
-        super().__enter__()
+    def _open(self) -> None:
+        super()._open()
         shards = dict(self._model.named_parameters())
         for module in self._modules:
             module.set_requires_gradient_sync(False, recurse=False)
@@ -121,7 +129,6 @@ class WholeShards(ShardedRanks):
             for name, shard in shards.items()
             if isinstance(shard, DTensor) and shard.requires_grad
         ]
-        return self
 
     def leaves(self) -> list[Tensor]:
         """List the gathered parameters."""
@@ -189,9 +196,11 @@ class LockstepShards(ShardedRanks):
         self._outputs: list[Tensor] = []
         self._whole: set[int] = set()
         self._hooks: list[RemovableHandle] = []
+        self._passes = Passes()
+        self._gathers = False
 
-    def __enter__(self) -> Ranks:
-        super().__enter__()
+    def _open(self) -> None:
+        super()._open()
         for module in self._modules:
             module.set_requires_gradient_sync(True, recurse=False)
             module.set_gradient_divide_factor(1.0)
@@ -200,21 +209,42 @@ class LockstepShards(ShardedRanks):
                 module.set_reduce_scatter_unused_params(True)
             self._hooks.append(module.register_forward_pre_hook(self._note_parameters))
         self._hooks.append(self._model.register_forward_hook(self._note_outputs))
-        return self
+        self._passes.watch(self._model)
 
     def __exit__(self, *error: Any) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        super().__exit__(*error)
+        try:
+            super().__exit__(*error)  # which may have to run another forward
+        finally:
+            self._passes.forget()
+            for hook in self._hooks:
+                hook.remove()
 
     def rounds(self, pieces: Sequence[Piece], run: Callable[[Piece], Any]) -> Iterator[Piece | None]:
         """Yield the pieces, and None for the rounds that other ranks still need."""
         counts = self.agree(Status.READY, Sums(), pieces=len(pieces)).pieces
+        self._next = Next.COLLECTIVE
         self._run, self._spare = run, self._smallest(pieces, counts)
         for piece in [*pieces, *[None] * (max(counts) - len(pieces))]:
             self._outputs, self._before = [], None
+            self._next, self._gathers = Next.COLLECTIVE, True
+            self._passes.begin()
             yield piece
             self._restore_buffers()
+        self._next = Next.AGREEMENT
+
+    def settle(self) -> None:
+        """Note that all ranks go on to a backward."""
+        super().settle()
+        self._gathers = False
+
+    def _awaited(self, error: BaseException) -> Next:
+        """A forward that this rank has not begun it can still run for the others, with a piece that weighs nothing."""
+        if self._next is not Next.COLLECTIVE or not self._gathers:
+            return self._next
+        if not self._passes.begun and isinstance(error, Exception):
+            with suppress(Exception):  # whatever it is, the others are then left
+                self.attend()
+        return Next.AGREEMENT if self._passes.over else Next.COLLECTIVE
 
     def attend(self) -> None:
         """Run a piece without weight if this rank has none in this round, or its loss function left the model out."""

@@ -20,7 +20,7 @@ from wholebatch.errors import LossError, NonFiniteError
 from wholebatch.gradient import LossFunction, Pending, Result, accumulate
 from wholebatch.loss import Count
 from wholebatch.options import STEP, Options, checked, checked_scaler
-from wholebatch.precision import Gradients, all_or_nothing, precise, total_norm
+from wholebatch.precision import Gradients, all_or_nothing, precise
 from wholebatch.sizes import Auto, Size, is_number, whole_entry
 
 VERSION = 1
@@ -206,10 +206,7 @@ class Step:
         """Learn the gradient's norm, the loss and whether there were items: the one wait for the device."""
         loss = pending.result.loss
         wide = precise(loss.device)
-        norm = (
-            total_norm(pending.gradients.preview(), loss.device).to(wide)
-            * _tensor(pending.coefficient, loss.device, wide).abs()
-        )
+        norm = pending.gradients.norm(loss.device).to(wide) * _tensor(pending.coefficient, loss.device, wide).abs()
         if self.scaler is not None:
             norm = norm / self.scaler.scale(torch.ones((), device=loss.device))
         told = [norm, loss, pending.alive, *pending.flags.values]

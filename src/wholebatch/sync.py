@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import dataclass
 from enum import Enum, IntEnum
 from functools import reduce
@@ -22,7 +22,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from wholebatch.errors import SyncError
-from wholebatch.precision import Gradients, gradient_dtype
+from wholebatch.parting import all_here, cut, is_lost, leave_word, word_of
+from wholebatch.precision import Gradients, gradient_dtype, scale_
 from wholebatch.sums import Schema, Sums
 from wholebatch.window import Piece
 
@@ -42,6 +43,14 @@ class Status(IntEnum):
     READY = 0
     RECOUNT = 1
     FAILED = 2
+
+
+class Next(Enum):
+    """What the other ranks do next that this one must take part in, for all that it knows."""
+
+    AGREEMENT = "they come to an agreement"
+    COLLECTIVE = "they are in collectives that are not ours: a reduction, a gathering"
+    NOTHING = "they need nothing of this rank"
 
 
 class Travel(Enum):
@@ -82,6 +91,7 @@ class Ranks:
     meets = False
     """Whether gradients flow between ranks in the middle of a backward, so that all must divide by the same number."""
     accumulate_in: torch.dtype | None = None
+    groups: Sequence[dist.ProcessGroup] = ()
 
     def __enter__(self) -> Ranks:
         return self
@@ -95,7 +105,12 @@ class Ranks:
         """Run a forward without reducing gradients in its backward."""
         return nullcontext()
 
-    def agree(self, status: Status, sums: Sums, number: float = 0.0, pieces: int = 0) -> Agreement:
+    @property
+    def alone(self) -> list[Tensor]:
+        """The parameters that the wrapper was told to leave out: every rank has its own, with a gradient of its own."""
+        return []
+
+    def agree(self, status: Status, sums: Sums, number: float = 0.0, pieces: int = 0, apart: bool = False) -> Agreement:
         """Add sums up over ranks and learn how the others are.
 
         Raises:
@@ -104,7 +119,10 @@ class Ranks:
         return Agreement(sums, status is Status.RECOUNT, number, [pieces])
 
     def settle(self) -> None:
-        """Note that no agreement is outstanding: what follows can only succeed on all ranks."""
+        """Note that all ranks go on to send gradients: they do not come to another agreement before."""
+
+    def conclude(self, gradients: Gradients) -> None:
+        """Note that gradients have travelled, and bring those to the batch that stay where they are."""
 
     def rounds(self, pieces: Sequence[Piece], run: Callable[[Piece], Any]) -> Iterator[Piece | None]:
         """Yield the pieces; where all ranks go in step, None for each round that this rank has no piece for.
@@ -150,26 +168,53 @@ class Peers(Ranks):
         self.rank = 0
         for group in groups:
             self.rank = self.rank * dist.get_world_size(group) + dist.get_rank(group)
-        self._outstanding = False
+        self._next = Next.NOTHING
         self._failure = ""
+        self._interrupt: KeyboardInterrupt | None = None
 
     def __enter__(self) -> Ranks:
-        self._outstanding = True
+        self._next = Next.COLLECTIVE
+        with ExitStack() as undo:
+            undo.push(self)
+            self._open()
+            undo.pop_all()
+        self._next = Next.AGREEMENT
         return self
+
+    def _open(self) -> None:
+        """Do what all ranks do together before anything else."""
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is not None and self._outstanding:
-            self._failure = f"{type(error).__name__}: {error}"
-            self.agree(Status.FAILED, Sums())
+        if error is None:
+            return
+        self._failure = f"{type(error).__name__}: {error}"
+        following = Next.COLLECTIVE if is_lost(error) else self._awaited(error)
+        self._next = Next.NOTHING
+        if following is Next.AGREEMENT:
+            with suppress(SyncError):  # the others are gone; the error on its way says what there is to say
+                self.agree(Status.FAILED, Sums())
+        elif following is Next.COLLECTIVE and not all_here(self.groups, error):
+            self._part(error)
 
     def settle(self) -> None:
-        """Note that no agreement is outstanding."""
-        self._outstanding = False
+        """Note that all ranks go on to send gradients."""
+        self._next = Next.COLLECTIVE
 
-    def agree(self, status: Status, sums: Sums, number: float = 0.0, pieces: int = 0) -> Agreement:
+    def conclude(self, gradients: Gradients) -> None:
+        """Note that nothing is outstanding; divide what no reduction has divided."""
+        self._next = Next.NOTHING
+        alone = self.alone
+        gradients.keep_apart(alone, self.groups)
+        if alone and self.divides != 1:
+            scale_(gradients.held(alone), 1.0 / self.divides)
+        self._let_interrupt()
+
+    def agree(self, status: Status, sums: Sums, number: float = 0.0, pieces: int = 0, apart: bool = False) -> Agreement:
         """Add sums up over ranks and learn how the others are, in one small message."""
+        if status is not Status.FAILED:
+            self._let_interrupt()
         numbers = sums.numbers(sums.schema)
         mark = float(hash_of(sums.schema))
         common = torch.tensor([mark, mark * mark, number], dtype=torch.float64)
@@ -199,16 +244,14 @@ class Peers(Ranks):
     def total(self, numbers: Tensor) -> Tensor:
         """Add numbers up over all ranks, on the host."""
         moved = numbers.to(self.device)
-        for group in self.groups:
-            dist.all_reduce(moved, group=group)
+        self._add_up(moved)
         return moved.cpu()
 
     def average(self, tensors: Sequence[Tensor]) -> None:
-        """Average tensors over all ranks in place, many in one message."""
+        """Add tensors up over all ranks in place, many in one message; divide as the reduction of gradients does."""
         for bucket in buckets(tensors):
-            flat = torch.cat([tensor.flatten() for tensor in bucket]).div_(self.world)
-            for group in self.groups:
-                dist.all_reduce(flat, group=group)
+            flat = torch.cat([tensor.flatten() for tensor in bucket]).div_(self.divides)
+            self._add_up(flat)
             write(flat, bucket)
 
     def share(self, thing: Any) -> Any:
@@ -228,6 +271,55 @@ class Peers(Ranks):
                 gradients.put(parameter, torch.zeros_like(parameter, dtype=gradient_dtype(parameter)))
         return [p for p, anywhere in zip(parameters, present, strict=True) if anywhere]
 
+    def _add_up(self, numbers: Tensor) -> None:
+        for group in self.groups:
+            self._wait(dist.all_reduce(numbers, group=group, async_op=True))
+
+    def _wait(self, work: dist.Work) -> None:
+        """Wait for the other ranks.
+
+        An interrupt that comes meanwhile is kept: this rank has joined already, so that the others go on, and it must
+        not leave before it can tell them.
+
+        Raises:
+            SyncError: if one of them is not there any more.
+        """
+        try:
+            try:
+                work.wait()
+            except KeyboardInterrupt as interrupt:
+                self._interrupt = interrupt
+                work.wait()
+        except RuntimeError as error:
+            self._next, self._failure = Next.NOTHING, f"{type(error).__name__}: {error}"
+            self._part(error)
+            raise
+
+    def _let_interrupt(self) -> None:
+        interrupt, self._interrupt = self._interrupt, None
+        if interrupt is not None:
+            raise interrupt
+
+    def _awaited(self, error: BaseException) -> Next:
+        """Say what the others do next, now that this rank has failed."""
+        return self._next
+
+    def _part(self, error: BaseException) -> None:
+        """Leave the others where they are, or say that this rank was left.
+
+        Raises:
+            SyncError: if it is another rank that has left.
+        """
+        said = word_of(self.groups) if isinstance(error, RuntimeError) else None
+        left = said or ("A rank has ended or cannot be reached." if is_lost(error) else None)
+        own = f"Rank {self.rank} failed while the others waited for it. It said: {self._failure}"
+        leave_word(self.groups, left or own)
+        cut(self.groups)
+        if left is not None:
+            raise SyncError(
+                f"{left} No rank may step, and this process group is of no use any more: start the processes again."
+            ) from error
+
     def _union(self, schema: Schema) -> Schema:
         for group in self.groups:
             schemas: list[Schema] = [schema] * dist.get_world_size(group)
@@ -237,7 +329,7 @@ class Peers(Ranks):
 
     def _fail(self, statuses: Sequence[Status]) -> None:
         """Raise what the first rank that failed has to say, on all ranks that did not."""
-        self._outstanding = False
+        self._next = Next.NOTHING
         failed = statuses.index(Status.FAILED)
         text = self._failure.encode()[:TEXT_BYTES] if failed == self.rank else b""
         letters = torch.zeros(TEXT_BYTES, dtype=torch.int32)

@@ -92,7 +92,7 @@ class Contrast(Task):
     def backward(self, model: nn.Module, samples: list[Any], size: int | wb.Tokens) -> None:
         """Leave the gradient of the loss over all pairs."""
         loss = self.objective()
-        wb.coupled_backward(model, loss.encode, loss.loss_fn, samples, size, collate=self.collate)
+        wb.coupled_backward(model, loss.encode, loss.loss_fn, samples, size, collate=self.collate, sync="alone")
 
     def count(self, micro_batch: Batch) -> tuple[int, int]:
         """Return the pairs twice: there is no padding that counts."""

@@ -64,8 +64,8 @@ class Task(ABC):
         return self.loss
 
     def backward(self, model: nn.Module, samples: list[Any], size: int | wb.Tokens) -> None:
-        """Leave the gradient of a batch in a model."""
-        wb.backward(model, self.loss, samples, size, collate=self.collate)
+        """Leave the gradient of a batch in a model that this process has for itself."""
+        wb.backward(model, self.loss, samples, size, collate=self.collate, sync="alone")
 
     @abstractmethod
     def count(self, micro_batch: Batch) -> tuple[int, int]:
