@@ -41,7 +41,7 @@ from wholebatch.proof import proven
 from wholebatch.proof.trial import Trial
 from wholebatch.ranks import ranks_of
 from wholebatch.reach import reach_of
-from wholebatch.readers import gradients_are_read
+from wholebatch.readers import hooks_that_read
 from wholebatch.recovery import Record, Recovery, Redo
 from wholebatch.refusals import refuse_foreign, refuse_inexact, refuse_moved
 from wholebatch.shapes import Shapes
@@ -249,7 +249,7 @@ class _Run:
         elif distributed and (auto is not None or options.get("accumulate_in") is not None):
             self.travel = self._without_reducer(auto)
         self.single = len(pieces) < 2 and auto is None and self.travel is Travel.LAST
-        self.read = not self.single and gradients_are_read(survey, gradients.parameters.values())
+        self.read = not self.single and bool(hooks_that_read(survey, gradients.parameters.values()))
         self.alone = self.single and not distributed
         self.start: State | None = None
         # At buffers: after the first forward, and after the last.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 from torch import Tensor
 from torch.nn.modules import module as modules
@@ -13,14 +14,14 @@ EVERYWHERE = ("_global_backward_hooks", "_global_backward_pre_hooks")
 """Where torch keeps the hooks of all modules."""
 
 
-def gradients_are_read(survey: Survey, parameters: Iterable[Tensor]) -> bool:
-    """Tell whether hooks of modules or parameters see gradients while they flow.
+def hooks_that_read(survey: Survey, parameters: Iterable[Tensor]) -> list[Callable[..., Any]]:
+    """List the hooks of modules and parameters that see gradients while they flow.
 
     Per-sample clipping, curvature factors and measures of noise read them there. A hook on the graph's own nodes shows
     nowhere.
     """
-    return (
-        any(getattr(modules, name, None) for name in EVERYWHERE)
-        or any(m._backward_hooks or m._backward_pre_hooks for m in (*survey.modules, *survey.outside))
-        or any(parameter._backward_hooks for parameter in parameters)
-    )
+    found = [hooks for name in EVERYWHERE if (hooks := getattr(modules, name, None))]
+    for module in (*survey.modules, *survey.outside):
+        found += [hooks for hooks in (module._backward_hooks, module._backward_pre_hooks) if hooks]
+    found += [parameter._backward_hooks for parameter in parameters if parameter._backward_hooks]
+    return [hook for hooks in found for hook in hooks.values()]

@@ -439,7 +439,7 @@ def layers() -> nn.Sequential:
 def test_a_hook_that_reads_gradients_sees_each_row_s_share_of_the_batch(size: int, items: Any) -> None:
     model, rows = layers(), torch.randn(10, 3).double()
     (expected,) = seen_by(model, lambda: mean_square(model, rows).backward())
-    found = seen_by(model, lambda: wb.backward(model, squares, rows, size, items=items, verify="never"))
+    found = seen_by(model, lambda: wb.backward(model, squares, rows, size, items=items))
     torch.testing.assert_close(torch.cat(found), expected, rtol=1e-12, atol=0.0)
 
 
@@ -476,7 +476,7 @@ def test_whatever_reads_gradients_sees_the_share_that_a_loop_over_sums_would_sho
         (squares(model, piece).sum() / 10).backward()
     expected, norms[:] = norms[:], []
     model.zero_grad()
-    wb.backward(model, squares, rows, micro_batch_size=4, verify="never")
+    wb.backward(model, squares, rows, micro_batch_size=4)
     handle.remove()
     assert norms == pytest.approx(expected, rel=1e-12)
 

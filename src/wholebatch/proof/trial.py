@@ -24,6 +24,7 @@ from wholebatch.memory import offloaded
 from wholebatch.options import Options
 from wholebatch.precision import Gradients, foreign_leaves, total_norm
 from wholebatch.proof.sample import Sample
+from wholebatch.readers import hooks_that_read
 from wholebatch.shapes import Shapes
 from wholebatch.shares import Shares
 from wholebatch.snapshot import Moved, Snapshot
@@ -130,7 +131,7 @@ class Trial:
     @functools.cached_property
     def _start(self) -> Snapshot:
         """What everything was before the first run."""
-        return Snapshot(self.survey, *self.functions)
+        return Snapshot(self.survey, *self.functions, *hooks_that_read(self.survey, self._learning))
 
     def run(self, sample: Sample, alike: bool = False) -> Outcome:
         """Run rows whole and take their parts away.
