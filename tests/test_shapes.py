@@ -95,6 +95,17 @@ def test_values_of_rows_and_tokens_are_right_at_any_number(loss: Loss, size: int
     assert_same_gradient(model, whole_batch(model, lambda model, batch: loss(model, batch).mean(), TEXT))
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.jagged, torch.strided], ids=["jagged", "strided"])
+def test_values_of_the_tokens_of_a_nested_tensor_are_right(layout: torch.layout) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(3, 1).double()
+    rows = [torch.randn(length, 3, dtype=torch.float64) for length in (3, 7, 2, 5, 1, 4)]
+    batch = torch.nested.as_nested_tensor(rows, layout=layout)
+    wb.backward(model, lambda model, batch: torch.cat([model(row).square() for row in batch.unbind()]), batch, 2)
+    assert_same_gradient(model, whole_batch(model, lambda model, rows: model(torch.cat(rows)).square().mean(), rows))
+
+
 @pytest.mark.parametrize("loss", [chosen_after, chosen_before, rows_that_count], ids=lambda loss: loss.__name__)
 def test_the_mean_of_their_means_is_another(loss: Loss) -> None:
     model = words()

@@ -126,6 +126,9 @@ def _inside(value: Any) -> list[Any]:
 
 def _chosen_by(tensor: Tensor) -> Iterator[int]:
     """Yield what a tensor would choose as a mask, as labels of which some are ignored, or as lengths."""
+    if tensor.is_nested:  # one tensor a row
+        yield sum(len(row) for row in tensor.unbind())
+        return
     if tensor.is_floating_point() or tensor.is_complex() or not tensor.numel() or tensor.is_sparse:
         return
     for part in (tensor, tensor[..., 1:]):  # a causal loss shifts its labels

@@ -27,6 +27,7 @@ from wholebatch.proof.verdict import Judge, NotTried
 from wholebatch.window import Piece
 
 logger = logging.getLogger("wholebatch")
+logger.addHandler(logging.NullHandler())  # nothing is printed unless the user sets logging up
 
 PROVEN: weakref.WeakKeyDictionary[nn.Module, dict[Hashable, str]] = weakref.WeakKeyDictionary()
 """What has been said of each model's windows, for as long as the model lives."""
