@@ -1,15 +1,17 @@
 """The Hugging Face Trainer with the gradient of the whole window.
 
-The Trainer's own loop stays: it draws the micro-batches of a window, calls `training_step` for each, then clips, steps,
-logs and saves. Here `training_step` waits for the window's last call and runs the whole window then, so that each piece
-is divided by what the window averages over.
+The Trainer's own loop and step stay. It draws the micro-batches of a window before it runs the first: there the items
+of the window are counted, over all ranks. Then each call of `training_step` runs its own micro-batch through the
+Trainer's own backward, with the loss scaled to its share of the window's. No gradient is touched, so that engines which
+shard gradients work as ever. Where shares cannot be known beforehand (a new cut, terms that are stated by the loss,
+balanced experts, BatchNorm over the whole batch) `training_step` waits for the window's last call and runs all of it.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar, cast
 
 import torch
@@ -19,32 +21,38 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from typing_extensions import Unpack
 
 import wholebatch as wb
-from wholebatch.errors import InexactError
+from wholebatch.errors import InexactError, WholeBatchError
 from wholebatch.integrations.boundary import everywhere, world
 from wholebatch.integrations.meaning import Meaning, is_number
-from wholebatch.integrations.reading import Counter
-from wholebatch.options import Options
+from wholebatch.integrations.reading import Counter, has_rows, targets_of
+from wholebatch.integrations.watching import FirstWindow
+from wholebatch.options import Options, checked
 from wholebatch.sizes import Size
 from wholebatch.sums import Schema, Sums, Tally
 from wholebatch.window import Window, pieces_of
 
 T = TypeVar("T", bound=transformers.Trainer)
 
+DEFERRING = ("accumulate_in", "offload")
+"""Options that a micro-batch by itself cannot serve."""
+
 
 def exact(trainer: type[T], micro_batch_size: Size = None, **options: Unpack[Options]) -> type[T]:
     """Return a subclass of a Trainer whose step is the whole window's, whatever `gradient_accumulation_steps`.
 
-    Everything else stays: arguments, callbacks, checkpoints, resuming. The loss may be the model's own, a
-    `compute_loss_func` or an overridden `compute_loss`, and may return any form that `wb.backward` knows. A bare number
-    is read as `loss_is_scaled_for_ga` says: True, it is a share of the whole window's; False, each micro-batch's mean
-    counts alike. If that is None, the model's own loss is measured once, a loss that divides by `num_items_in_batch` is
-    taken at its word, and any other is refused. Costs a few forward passes of one micro-batch at the start, and one
-    more forward pass a window where experts are balanced.
+    Everything else stays: arguments, callbacks, checkpoints, resuming, the engine (DDP, FSDP, DeepSpeed). The loss may
+    be the model's own, a `compute_loss_func` or an overridden `compute_loss`, and may return any form that
+    `wb.backward` knows. What a bare number averages over is measured at the start and proven: a micro-batch against two
+    uneven parts of it, in value and in gradient, by `items=` if it is given. What no count explains is refused. A class
+    that declares its loss a share of the window's (`loss_is_scaled_for_ga = True`) is believed, unless `items=` is
+    given. Costs a few forward passes of one micro-batch at the start and where targets look new, and one more forward
+    pass a window where experts are balanced.
 
     Args:
         trainer: `transformers.Trainer` or any subclass of it.
         micro_batch_size: cuts the window again: rows (an int), `wb.Tokens(...)` or `wb.Auto(...)`. The collator is
-            then applied to each piece, except where `loss_is_scaled_for_ga` is True. None keeps the Trainer's own.
+            then applied to each micro-batch, except where `loss_is_scaled_for_ga` is True. None keeps the Trainer's
+            own.
         **options: as of `wb.backward`; `items=` counts what a bare number averages over in a micro-batch.
 
     Raises:
@@ -55,10 +63,30 @@ def exact(trainer: type[T], micro_batch_size: Size = None, **options: Unpack[Opt
         >>> exact(transformers.Seq2SeqTrainer).__name__
         'ExactSeq2SeqTrainer'
     """
-    items = options.pop("items", None)
+    items = checked(options).pop("items", None)
     settings = {"_size": micro_batch_size, "_items": items and staticmethod(items), "_options": options}
     own = () if trainer is transformers.Trainer else (trainer,)
     return cast("type[T]", type(f"Exact{trainer.__name__}", (_Outside, *own, _Inside), settings))
+
+
+@dataclass
+class _Shares:
+    """A window whose items are known: what is left of it, and all its items over all ranks.
+
+    Attributes:
+        counts: the items of the micro-batches still to come, in order; None for one that only fills the window up.
+        items: the items of the window, over all ranks.
+        ranks: over how many ranks the engine averages.
+        running: whether a micro-batch is in the Trainer's own step just now.
+        reached: whether the step at hand has asked for a loss there.
+    """
+
+    counts: list[float | None]
+    items: float
+    ranks: int
+    running: bool = False
+    reached: bool = False
+    rows: set[int] = field(default_factory=set)
 
 
 @dataclass
@@ -76,23 +104,32 @@ class _Inside(transformers.Trainer):
     _size: Size = None
     _items: Counter | None = None
     _options: ClassVar[Options] = {}
+    _shares: _Shares | None = None
     _waiting: _Waiting | None = None
+    _last: Any = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         _refuse(self, self._size)
-        compute_loss = next(k for k in type(self).__mro__ if k is not _Outside and "compute_loss" in vars(k))
+        compute_loss = _owner_of(self, "compute_loss")
         own = compute_loss is transformers.Trainer and self.compute_loss_func is None
-        self._meaning = Meaning(self, self._items, own, lambda: _shifts(self))
+        believes = dict(self._options).get("verify") == "never"
+        self._meaning = Meaning(self, self._items, own, lambda: _shifts(self), believes)
+        self._first = FirstWindow(
+            self._options,
+            'Choose exact(Trainer, batch_norm="exact") (statistics of the whole batch) or "micro" (as usual)',
+        )
 
     def get_train_dataloader(self) -> Any:
-        """Leave the samples as they are where the window is cut again: the collator comes afterwards."""
-        collator: Any = self.data_collator
-        self.data_collator = _as_they_are if self._cuts_samples else collator
+        """Leave the samples as they are where the window is cut again, and repeat no row to even ranks out."""
+        collator, loading = self.data_collator, self.accelerator.dataloader_config
+        even = loading.even_batches
+        self.data_collator = cast("Any", _as_they_are if self._cuts_samples else collator)
+        loading.even_batches = even and self._stays
         try:
             return super().get_train_dataloader()
         finally:
-            self.data_collator = collator
+            self.data_collator, loading.even_batches = collator, even
 
     def set_initial_training_values(self, args: Any, dataloader: Any) -> tuple[Any, ...]:
         """Let every rank run as many windows as the one with most, so that none waits for the others in vain."""
@@ -100,19 +137,30 @@ class _Inside(transformers.Trainer):
         return tuple(max(of_ranks) for of_ranks in zip(*everywhere(values), strict=True))
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: Any) -> tuple[list[Any], Any]:
-        """Draw a window and remember it; a short one is filled up, so that the loop's own count comes out even."""
+        """Draw a window and count its items over all ranks; a short one is filled up to the length of the loop."""
+        if self._stays:
+            self._shares = _Shares([], 0.0, 1)
+            drawn: tuple[list[Any], Any] = super().get_batch_samples(epoch_iterator, num_batches, device)
+            return drawn
         batches = list(itertools.islice(epoch_iterator, num_batches))
+        if not self._cuts_samples:
+            self._learn(batches)
         items = None if self._cuts_samples else self._meaning.count(batches)
-        if world() > 1:
-            drawn = [count for rank, count in everywhere((len(batches), items and float(items))) if rank]
-            items = None if None in drawn else torch.tensor(sum(drawn))
-        if not batches and not (world() > 1 and drawn):
+        ranks = everywhere((len(batches), items and float(items)))
+        most, counted = max(n for n, _ in ranks), [count for n, count in ranks if n]
+        if not most:
             return [], None
-        self._waiting = _Waiting(batches, num_batches, None if items is None else items.to(device))
-        return batches + [{}] * (num_batches - len(batches)), self._waiting.items
+        whole = None if None in counted or not counted else torch.tensor(float(sum(counted)), device=device)
+        self._shares = self._waiting = None
+        if self._defers:
+            self._waiting = _Waiting(batches, num_batches, whole)
+            return batches + [{}] * (num_batches - len(batches)), whole
+        return self._shared(batches, most, num_batches, whole), whole
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
-        """Wait for the window's last call, then leave the whole window's gradient and return its loss."""
+        """Run a micro-batch by the Trainer's own step with its share of the window's loss, or wait for the window."""
+        if self._shares is not None:
+            return self._run_share(model, inputs, num_items_in_batch, self._shares)
         waiting = self._waiting
         if waiting is None:
             raise InexactError(
@@ -138,7 +186,95 @@ class _Inside(transformers.Trainer):
 
     @property
     def _cuts_samples(self) -> bool:
-        return self._size is not None and self.loss_is_scaled_for_ga is None
+        return self._size is not None and self.loss_is_scaled_for_ga is not True
+
+    @property
+    def _stays(self) -> bool:
+        """Whether each step is the Trainer's own: a share that the class itself makes of batches that it makes itself.
+
+        Trainers that generate what they learn from count their calls, and share the window out themselves.
+        """
+        declared = self.loss_is_scaled_for_ga is not None and self._items is None
+        return declared and _owner_of(self, "_prepare_inputs") not in (transformers.Trainer, _Inside)
+
+    @property
+    def _defers(self) -> bool:
+        """Whether the window has to run whole, at its last call; refused where that cannot be."""
+        reading = self._meaning.reading
+        stated = reading is not None and reading.stated and self._items is None
+        reasons = {
+            f"micro_batch_size={self._size!r}": self._size is not None,
+            f"batch_norm={self._options.get('batch_norm')!r}": self._options.get("batch_norm") not in (None, "micro"),
+            "accumulate_in= or offload=": any(self._options.get(name) for name in DEFERRING),
+            "a loss that states what it averages over when it is computed (count it beforehand: items=)": stated,
+            "balanced experts": reading is not None and reading.router is not None,
+        }
+        reason = next((name for name, on in reasons.items() if on), None)
+        engine = "deepspeed" if self.is_deepspeed_enabled else "fsdp" if self.is_fsdp_enabled else None
+        stateful = _owner_of(self, "_prepare_inputs") not in (transformers.Trainer, _Inside)
+        if reason and (engine or stateful):
+            whose = f"{engine} runs its own backward" if engine else f"{type(self).__name__} prepares its own inputs"
+            raise InexactError(
+                f"The window would have to wait for its last micro-batch because of {reason}, but {whose} with each "
+                "micro-batch. Leave it out."
+            )
+        return reason is not None
+
+    def _learn(self, batches: Sequence[Any]) -> None:
+        """Measure what the loss averages over, once and wherever targets look new; not where each is a whole batch."""
+        if self._is_whole or not any(everywhere(self._meaning.new(batches))):
+            return
+        self.current_gradient_accumulation_steps = len(batches)
+        wrapped = self.model_wrapped if self.is_deepspeed_enabled or self.is_fsdp_enabled else self.model
+        self._meaning.agree(self.accelerator.unwrap_model(wrapped, keep_torch_compile=False), batches)
+
+    @property
+    def _is_whole(self) -> bool:
+        """Whether each micro-batch is the whole batch of a step."""
+        return self.args.gradient_accumulation_steps == 1 and world() == 1 and self._size is None
+
+    def _shared(self, batches: list[Any], most: int, calls: int, whole: Tensor | None) -> list[Any]:
+        """Note what every micro-batch counts, and fill the window up where other ranks or the loop run longer.
+
+        Ranks run forwards together, so a rank with fewer micro-batches repeats its last one with no weight.
+        """
+        if not batches and self._last is None:
+            raise InexactError("A rank has no row at all, not even in the first window. Use fewer processes.")
+        self._last = batches[-1] if batches else self._last
+        counts: list[float | None] = [float(self._meaning.count([each]) or 0.0) for each in batches]
+        items = float(sum(filter(None, counts))) if whole is None else float(whole)
+        repeated = most - len(batches)
+        self._shares = _Shares([None] * (calls - most) + counts + [0.0] * repeated, items, self._averaged_ranks)
+        sharded = self.is_deepspeed_enabled or self.is_fsdp_enabled
+        self._first.begin([self.accelerator.unwrap_model(self.model)], most * world(), hooks=not sharded)
+        return [{}] * (calls - most) + batches + [self._last] * repeated
+
+    @property
+    def _averaged_ranks(self) -> int:
+        return int(self.accelerator.num_processes)
+
+    def _run_share(self, model: nn.Module, inputs: Any, items: Any, shares: _Shares) -> Tensor:
+        if shares.counts and shares.counts[0] is None:
+            shares.counts.pop(0)
+            shares.reached = True
+            return torch.zeros((), device=self.args.device)
+        before = {name: vars(self)[name] for name in _DIVIDING if name in vars(self)}
+        shares.running = shares.reached = True
+        try:
+            loss = super().training_step(model, inputs, items)
+        except WholeBatchError:
+            model.zero_grad()
+            raise
+        finally:
+            shares.running = False
+            for name in _DIVIDING:
+                vars(self).pop(name, None)
+            vars(self).update(before)
+        if shares.counts:
+            shares.counts.pop(0)
+        if not self._stays and not shares.counts and not shares.items and self.accelerator.scaler is None:
+            model.zero_grad()  # nothing was to be learned: not even momentum and decay should move
+        return loss
 
     def _run(self, model: nn.Module, waiting: _Waiting) -> Tensor:
         batch: Any = Window(waiting.batches)
@@ -146,8 +282,11 @@ class _Inside(transformers.Trainer):
         if self._cuts_samples:
             batch, options["collate"] = list(itertools.chain.from_iterable(batch)), self.data_collator
         pieces = pieces_of(batch, self._size, whole=options.get("whole", ()), collate=options.get("collate"))
-        alone = self.accelerator.unwrap_model(model)
-        self._meaning.agree(alone, pieces)
+        alone = self.accelerator.unwrap_model(model, keep_torch_compile=False)
+        if self._cuts_samples:
+            collated = [piece.load() for piece in pieces]
+            if any(everywhere(self._meaning.new(collated))):
+                self._meaning.agree(alone, collated)
         balance = self._meaning.balance(alone, pieces)
 
         def loss_fn(model: nn.Module, inputs: Any) -> Any:
@@ -162,28 +301,88 @@ class _Inside(transformers.Trainer):
         return result.loss.to(device=self.args.device)
 
 
+_DIVIDING = ("loss_is_scaled_for_ga", "model_accepts_loss_kwargs")
+"""What the Trainer looks at after `compute_loss` to decide whether it divides the loss itself."""
+
+
 class _Outside(transformers.Trainer):
-    """The true evaluation loss; stands above the user's own class and sees what its `compute_loss` returned."""
+    """Stands above the user's own class: sees what its `compute_loss` returned, and that its step is the Trainer's."""
 
     _meaning: Meaning
+    _first: FirstWindow
+    _items: Counter | None
+    _shares: _Shares | None
+    _waiting: _Waiting | None
     _tally: Tally | None = None
+    _is_whole: bool
+    _stays: bool
 
-    def compute_loss(
-        self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
-        """Return what the user's class returned within a window, and one number outside of it."""
-        if self._meaning.asking:
-            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+    def training_step(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """Run the user's step, and refuse one that goes back by itself."""
+        if self._shares is not None:
+            self._shares.reached = False
+        loss = super().training_step(model, *args, **kwargs)
+        if self._shares is not None and not self._shares.reached:
+            model.zero_grad()
+            raise InexactError(
+                f"The training_step of {type(self).__name__} goes back by itself, with a loss whose share of the "
+                "window is not known to it. Let the override call super().training_step, and compute_loss make the "
+                "loss."
+            )
+        return loss
+
+    def compute_loss(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """Return the share of the window's loss within a step, and one number outside of it."""
+        if self._meaning.asking or self._waiting is not None:
+            return super().compute_loss(model, inputs, *args, **kwargs)
+        if self._stays:
+            self._same_rows(inputs)
+            return super().compute_loss(model, inputs, *args, **kwargs)
+        if self._shares is not None and self._shares.running:
+            return self._share(self._shares, model, inputs, *args, **kwargs)
+        return self._evaluated(model, inputs, *args, **kwargs)
+
+    def _share(self, shares: _Shares, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """Ask the user's class for the loss, and keep the Trainer from dividing it again."""
+        here = shares.counts[0] or 0.0
+        told: Any = torch.tensor(max(shares.items, 1.0), device=self.args.device)
+        if self._is_whole:  # the model's own mean is that of the batch
+            told = None if self._meaning.own and self._items is None else kwargs.get("num_items_in_batch")
+        with self._meaning.alone():
+            returned = super().compute_loss(model, inputs, *args, **{**kwargs, "num_items_in_batch": told})
+        outputs = kwargs.get("return_outputs", args[0] if args else False)
+        loss, rest = returned if outputs else (returned, None)
+        share = self._meaning.share(loss, here, shares.items, alone=self._is_whole) * shares.ranks
+        self._first.look(share)
+        self.loss_is_scaled_for_ga = self.model_accepts_loss_kwargs = True  # so that nothing divides it again
+        return (share, rest) if outputs else share
+
+    def _same_rows(self, inputs: Any) -> None:
+        """Refuse micro-batches of several sizes where each one's mean counts alike."""
+        if self._shares is None or not self._shares.running or self.loss_is_scaled_for_ga or not has_rows(inputs):
+            return
+        self._shares.rows.add(len(targets_of(inputs)))
+        if len(self._shares.rows) > 1:
+            raise InexactError(
+                f"{type(self).__name__} gives the mean of each micro-batch the same weight "
+                f"(loss_is_scaled_for_ga=False), but its micro-batches have {sorted(self._shares.rows)} rows. Let "
+                "every micro-batch have as many rows."
+            )
+
+    def _evaluated(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """Note what an evaluation batch's loss averages over; a loss that states it becomes a number."""
         kept, items = {**inputs}, self._meaning.evaluated(model, inputs)
-        if num_items_in_batch is not None and items is not None:
-            num_items_in_batch = items
-        loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
+        if kwargs.get("num_items_in_batch") is not None and items is not None:
+            kwargs["num_items_in_batch"] = items
+        returned = super().compute_loss(model, inputs, *args, **kwargs)
+        outputs = kwargs.get("return_outputs", args[0] if args else False)
+        loss, rest = returned if outputs else (returned, None)
         answer = self._meaning.answer(loss, kept, items)
         if self._tally is not None:
             self._tally.add(answer)
         if answer is not None and not is_number(loss):
             loss = torch.stack([term.value for term in answer.terms.values()]).sum()
-        return (loss, outputs) if return_outputs else loss
+        return (loss, rest) if outputs else loss
 
     def evaluation_loop(
         self,
@@ -218,17 +417,29 @@ def _shifts(trainer: transformers.Trainer) -> bool:
     return known or bool(getattr(trainer, "_loss_shifts_labels", False))
 
 
-def _refuse(trainer: transformers.Trainer, size: Size) -> None:
+COUPLED: dict[str, Callable[[Any], bool]] = {
+    "KTO's KL baseline, which each micro-batch estimates from its own rows (loss_type='apo_zero_unpaired' has none)": (
+        lambda trainer: (
+            bool(getattr(trainer, "calculate_KL", False)) and trainer.args.gradient_accumulation_steps * world() > 1
+        )
+    ),
+}
+"""Losses known by name that depend on the cut although the first gradients do not show it."""
+
+
+def _owner_of(trainer: transformers.Trainer, method: str) -> type:
+    """Return the class whose method the user's trainer runs."""
+    return next(kind for kind in type(trainer).__mro__ if kind is not _Outside and method in vars(kind))
+
+
+def _refuse(trainer: _Inside, size: Size) -> None:
     """Name the first setting under which the Trainer's steps are not ours to make."""
     args, optim = trainer.args, getattr(trainer.args.optim, "value", trainer.args.optim)
-    means = trainer.loss_is_scaled_for_ga is False and size is not None
     tokens = size is not None and str(args.include_num_input_tokens_seen) not in ("no", "False")
     refused = {
+        "micro_batch_size, as it prepares its own inputs with each call": size is not None and trainer._stays,
         "include_num_input_tokens_seen with a micro_batch_size, as samples are not collated when it counts": tokens,
-        "loss_is_scaled_for_ga=False with a micro_batch_size, as a mean of means depends on the cut": means,
         "several GPUs in one process (DataParallel; torchrun starts a process for each)": args.n_gpu > 1,
-        "deepspeed": trainer.is_deepspeed_enabled,
-        "fsdp": bool(trainer.is_fsdp_enabled),
         "tensor, context or sequence parallelism": getattr(trainer.accelerator, "parallelism_config", None) is not None,
         "a model sharded when it was loaded": getattr(trainer, "is_distributed_loading_by_transformers", False),
         "auto_find_batch_size, which trains on smaller batches (say micro_batch_size=wb.Auto(...))": (
@@ -236,8 +447,10 @@ def _refuse(trainer: transformers.Trainer, size: Size) -> None:
         ),
         f"optim={optim!r}, which steps within the backward pass": "lomo" in optim or "layerwise" in optim,
     }
+    refused |= {name: on(trainer) for name, on in COUPLED.items()}
     for name in (name for name, on in refused.items() if on):
-        raise InexactError(f"exact({type(trainer).__name__}) cannot make a step exact under {name}. Turn it off.")
+        own = type(trainer).__name__.removeprefix("Exact")
+        raise InexactError(f"exact({own}) cannot make a step exact under {name}. Turn it off.")
 
 
 def _as_they_are(samples: list[Any]) -> Any:

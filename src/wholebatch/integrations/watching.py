@@ -1,0 +1,88 @@
+"""What couples the micro-batches of a loop that runs them itself: seen in its first window, not guessed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from wholebatch.errors import InexactError
+from wholebatch.options import Options
+from wholebatch.refusals import refuse_inexact, refuse_moved
+from wholebatch.state import State
+from wholebatch.survey import Survey, uses_batch_statistics
+from wholebatch.window import Piece
+
+
+class FirstWindow:
+    """Looks at the micro-batches of the first window that has several, and refuses what makes them depend on the cut.
+
+    1. `begin` at the start of a window: layers that are registered, hooks that step within the backward.
+    2. `look` at each loss before its backward: BatchNorm layers that ran with the statistics of their rows, wherever
+       they are held, and buffers that a forward moves.
+
+    Args:
+        options: `batch_norm="micro"` lets every micro-batch normalise by itself.
+        mending: how this integration is told so, for the error.
+    """
+
+    def __init__(self, options: Options, mending: str) -> None:
+        self._options, self._mending = options, mending
+        self._start: State | None = None
+        self._micro_batches = 0
+        self._over = False
+
+    def begin(self, models: Sequence[nn.Module], micro_batches: int, hooks: bool = True) -> None:
+        """Begin a window of so many micro-batches over all ranks.
+
+        Raises:
+            InexactError: for BatchNorm layers in training mode, and for hooks that read each micro-batch's gradient.
+        """
+        self._over = self._over or self._start is not None
+        if self._over or micro_batches < 2:
+            return
+        self._micro_batches = micro_batches
+        together = nn.ModuleList(models)
+        survey = Survey(together if len(models) > 1 else models[0])
+        if hooks:
+            piece = Piece(lambda index: None, range(1))
+            refuse_inexact(survey, [piece, piece], {**self._options, "batch_norm": "micro"})
+        layers = [survey.path(each) for each in survey.modules if uses_batch_statistics(each) and each.training]
+        self._refuse_statistics(layers)
+        self._start = State(survey)
+
+    def look(self, *losses: Any) -> None:
+        """Look at what a micro-batch's losses were computed by.
+
+        Raises:
+            InexactError: for BatchNorm by the statistics of the micro-batch, and for buffers that have moved.
+        """
+        if self._over or self._start is None or self._options.get("batch_norm") is not None:
+            return
+        found = [name for loss in losses if isinstance(loss, Tensor) for name in _batch_statistics(loss)]
+        self._refuse_statistics(found)
+        refuse_moved(self._start, self._micro_batches)
+
+    def _refuse_statistics(self, layers: Sequence[str]) -> None:
+        if not layers or self._options.get("batch_norm") is not None:
+            return
+        raise InexactError(
+            f"{len(layers)} BatchNorm layer{'s' * (len(layers) > 1)} using batch statistics (first: {layers[0]!r}) "
+            f"would normalise each of {self._micro_batches} micro-batches alone, not their batch. {self._mending}, or "
+            "put the layers into eval mode."
+        )
+
+
+def _batch_statistics(loss: Tensor) -> Iterator[str]:
+    """Name the steps of a loss's graph that normalised by the statistics of their rows."""
+    waiting, seen = [loss.grad_fn], set()
+    while waiting:
+        node: Any = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        name = node.name()
+        if "SyncBatchNorm" in name or ("BatchNorm" in name and getattr(node, "_saved_training", False)):
+            yield name
+        waiting += [following for following, _ in node.next_functions]
