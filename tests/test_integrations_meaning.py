@@ -131,6 +131,12 @@ def test_weights_that_show_only_later_are_refused_then(tmp_path: Path) -> None:
         Run(exact(WeighingByHand), tiny("BertForSequenceClassification", num_labels=3), rows, tmp_path)
 
 
+def test_a_count_that_is_not_proven_is_taken_at_its_word_with_verify_never(tmp_path: Path) -> None:
+    trainer = exact(Meeting, items=rows_of, verify="never")
+    model = tiny("BertForSequenceClassification", num_labels=3)
+    assert len(Run(trainer, model, CLASSES, tmp_path).gradients.steps) == 2
+
+
 class Ignoring(nn.Module):
     """A token model that ignores another target than everybody."""
 
