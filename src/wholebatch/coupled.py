@@ -148,7 +148,6 @@ def accumulate_coupled(
     reaches = [reach_of(function) for function in (*loss.encoders, loss.loss_fn)]
     modules = [module for reach in reaches for module in reach.modules]
     survey = Survey(model, modules, [leaf for reach in reaches for leaf in reach.leaves])
-    learning = [*survey.parameters, *also]
     ranks = ranks_of(survey, chosen.get("sync", "last"))
 
     def run(size: int | Tokens | None) -> Pending:
@@ -159,7 +158,7 @@ def accumulate_coupled(
             functions = [*loss.encoders, loss.loss_fn]
             trial = Trial(survey, summed(loss.encoders), ranks, scaler, chosen, learning, functions)
             verified = proven(trial, batch, pieces)
-            gradients.begin(learning, ranks.views, chosen.get("accumulate_in") or ranks.accumulate_in)
+            gradients.begin(survey.parameters, also, ranks.views, chosen.get("accumulate_in") or ranks.accumulate_in)
             pending = _Coupled(survey, loss, pieces, order, ranks, gradients, chosen).pending(scaler)
             gradients.end()
             return pending.noted(survey, verified)

@@ -207,7 +207,7 @@ def accumulate(
         trial = Trial(survey, loss_fn, ranks, scaler, chosen, [*learning, *ranks.leaves()])
         verified = proven(trial, batch, pieces, splits=auto is not None)
         del trial  # and what it has copied
-        gradients.begin(learning, ranks.views, wide)
+        gradients.begin(survey.parameters, also, ranks.views, wide)
         run = _Run(survey, loss_fn, pieces, scaler, ranks, gradients, auto, chosen)
         run.first = watch_for(survey, loss_fn, len(pieces), chosen, ranks, splits=auto is not None)
         pending = run.pending().noted(survey, verified)

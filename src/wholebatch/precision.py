@@ -6,7 +6,7 @@ import math
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 from weakref import WeakSet
 
 import torch
@@ -18,6 +18,11 @@ from torch.utils.hooks import RemovableHandle
 from wholebatch.errors import LossError
 from wholebatch.loss import Count, is_half
 from wholebatch.survey import Survey
+
+Mark: TypeAlias = "dict[int, tuple[tuple[Tensor | None, int], tuple[Tensor | None, int]]]"
+"""For each parameter its sums in ``.grad`` and in wider buffers, and how often they had been written to."""
+
+NOTHING = ((None, -1), (None, -1))
 
 
 class Gradients:
@@ -36,6 +41,7 @@ class Gradients:
     Attributes:
         parameters: the tensors that may receive gradients, by identity.
         open: whether what was done since :meth:`begin` may still have to be taken back.
+        running: whether backward passes may still come.
     """
 
     def __init__(self) -> None:
@@ -50,32 +56,40 @@ class Gradients:
         self._homes: dict[int, Tensor] = {}
         self._hooks: list[RemovableHandle] = []
         self._passing: set[int] = set()
-        self._listening = True
         self._alone: set[int] = set()
         self._groups: Sequence[dist.ProcessGroup] = ()
+        self.running = False
+        self._own: set[int] = set()
 
     def begin(
-        self, parameters: Iterable[Tensor], views: bool = False, accumulate_in: torch.dtype | None = None
+        self,
+        parameters: Iterable[Tensor],
+        also: Iterable[Tensor] = (),
+        views: bool = False,
+        accumulate_in: torch.dtype | None = None,
     ) -> None:
         """Set aside what stands in ``.grad``.
 
         Args:
-            parameters: the tensors that may receive gradients.
+            parameters: those of the model.
+            also: further tensors that may receive gradients.
             views: whether ``.grad`` may be a view into buckets that others write to, so that it must be copied.
             accumulate_in: the precision of the sum for parameters of fewer bits; None for their own.
 
         Raises:
-            LossError: if another window of this thread, still on its way, adds to one of them.
+            LossError: if another window of this thread, still on its way, is one of the same parameters.
         """
-        self._views, self._dtype, self._listening, self._hooks = views, accumulate_in, True, []
-        wanted = [parameter for parameter in parameters if parameter.requires_grad]
-        _refuse_window_inside(self, wanted)
-        self.open = True
-        self.include(wanted)
+        self._views, self._dtype, self._hooks = views, accumulate_in, []
+        learning = [parameter for parameter in parameters if parameter.requires_grad]
+        self._own = {id(parameter) for parameter in learning}
+        _refuse_window_inside(self)
+        self.open = self.running = True
+        self.include(learning)
+        self.include(tensor for tensor in also if tensor.requires_grad)
 
     def end(self) -> None:
         """Let go of what listens for backward passes; the window runs no more of them."""
-        self._listening = False  # a hook that an interrupt has left behind does nothing
+        self.running = False  # a hook that an interrupt has left behind does nothing
         for hook in self._hooks:
             hook.remove()
 
@@ -96,7 +110,8 @@ class Gradients:
     def release(self) -> None:
         """Let go of leaves that nobody else holds any more, such as an input of one micro-batch."""
         for key in list(self._passing):
-            lent = weakref.ref(self.parameters.pop(key))
+            lent = weakref.ref(self.parameters[key])
+            del self.parameters[key]  # not taken out by a call, behind which an interrupt could lose it
             leaf = lent()
             if leaf is None:
                 self._let_go(key)
@@ -131,15 +146,17 @@ class Gradients:
         """Whether bringing the sum to its denominator, or into ``.grad``, rounds away what a norm would still see."""
         return bool(self._wide) or any(is_half(total) for total in self.held())
 
-    def mark(self) -> dict[int, list[tuple[Tensor | None, int]]]:
+    def mark(self) -> Mark:
         """Return what tells, later, whether a backward has added anything: every sum, and how often it was written."""
-        sums = ((key, (p.grad, self._wide.get(key))) for key, p in self.parameters.items())
-        return {key: [(tensor, -1 if tensor is None else tensor._version) for tensor in both] for key, both in sums}
+        return {key: (_written(p.grad), _written(self._wide.get(key))) for key, p in self.parameters.items()}
 
-    def moved(self, mark: dict[int, list[tuple[Tensor | None, int]]]) -> bool:
-        """Tell whether anything has been added since a mark. Leaves that were included since have nothing yet."""
-        pairs = (pair for key, now in self.mark().items() if key in mark for pair in zip(mark[key], now, strict=True))
-        return any(now is not before or version != earlier for (before, earlier), (now, version) in pairs)
+    def moved(self, mark: Mark) -> bool:
+        """Tell whether anything has been added since a mark, also to leaves that were included since."""
+        return any(
+            now is not before or version != earlier
+            for key, sums in self.mark().items()
+            for (now, version), (before, earlier) in zip(sums, mark.get(key, NOTHING), strict=True)
+        )
 
     def scale(self, factor: Count) -> None:
         """Multiply the window's sum by a factor, in float32 or better whatever the gradients' dtype."""
@@ -250,10 +267,14 @@ class Gradients:
     def _widen(self, parameter: Tensor) -> None:
         """Move what a backward has added to the wider sum; if there is no memory to, the sum is as it was."""
         key, grad = id(parameter), parameter.grad
-        if grad is not None and self._listening:
+        if grad is not None and self.running:
             parameter.grad = None
             total = self._wide.get(key)
             self._wide[key] = grad.to(self._dtype) if total is None else total.add_(grad)
+
+
+def _written(total: Tensor | None) -> tuple[Tensor | None, int]:
+    return total, -1 if total is None else total._version
 
 
 T = TypeVar("T")
@@ -296,14 +317,14 @@ _RUNNING = _Running()
 """So that a window inside of another one is noticed. Nothing else depends on it."""
 
 
-def _refuse_window_inside(gradients: Gradients, parameters: Sequence[Tensor]) -> None:
+def _refuse_window_inside(gradients: Gradients) -> None:
     for other in _RUNNING.windows:
-        shared = sum(id(parameter) in other.parameters for parameter in parameters) if other.open else 0
+        shared = len(gradients._own & other._own) if other.running else 0
         if shared:
             raise LossError(
-                f"A window was begun inside of another that adds to {shared} of the same {len(parameters)} parameters, "
-                "so its gradient would be taken for a share of the outer one's and multiplied with it. Call "
-                "wb.backward outside of loss_fn, or inside of it on a copy of the model (copy.deepcopy(model))."
+                f"A window was begun inside of another one of the same model: they share {shared} of "
+                f"{len(gradients._own)} parameters, and the inner gradient would be taken for a share of the outer's. "
+                "Call wb.backward outside of loss_fn, or inside of it on a copy of the model (copy.deepcopy(model))."
             )
     _RUNNING.windows.add(gradients)
 

@@ -313,7 +313,7 @@ class Auto:
             failed: what the piece held (rows, or padded tokens), where that was less than the size.
         """
         # Memory may have run out on less than the size: on a last piece, or after others have taken their share.
-        self._limit = max(1, min(self._limit, failed or self._limit) // 2)
+        self._limit = -(-min(self._limit, failed or self._limit) // 2)  # the larger half, of which one is tried next
         self._quiet = 0
         self._stretch = min(2 * self._stretch, LONGEST_STRETCH)
         return self.size

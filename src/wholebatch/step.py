@@ -120,15 +120,7 @@ class Step:
                 with it; the gradient then stays in ``.grad``, and nothing else has changed. After any other error,
                 until the optimizer has begun to write, everything is as before the call.
         """
-        buffers = Buffers(self.optimizer, first=not self.steps)
-        taken = all_or_nothing(lambda gradients: self._take(batch, gradients, buffers))
-        try:
-            if taken.stepped:
-                self._follow()
-        finally:  # the step has been taken, whatever those who follow it do
-            buffers.clear()
-            self.windows, self.steps = self.windows + 1, self.steps + taken.stepped
-            self.rows += taken.rows
+        taken = all_or_nothing(lambda gradients: self._run(batch, gradients))
         if taken.stepped and self.steps == 1:
             self._warn_of_spare(taken.without_gradient)
         return taken
@@ -176,6 +168,19 @@ class Step:
             "them: parameter.requires_grad_(False).",
             stacklevel=3,
         )
+
+    def _run(self, batch: Any, gradients: Gradients) -> StepResult:
+        buffers = Buffers(self.optimizer, first=not self.steps)
+        taken = self._take(batch, gradients, buffers)
+        try:
+            if taken.stepped:
+                self._follow()
+        finally:  # the step has been taken, whatever those who follow it do
+            buffers.clear()
+            gradients.open = False
+            self.windows, self.steps = self.windows + 1, self.steps + taken.stepped
+            self.rows += taken.rows
+        return taken
 
     def _take(self, batch: Any, gradients: Gradients, buffers: Buffers) -> StepResult:
         """Run the window, and let the optimizer step if it can be stepped."""
