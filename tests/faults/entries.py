@@ -94,7 +94,8 @@ def step(wide: bool = False, scaled: bool = False, size: Any = 3, **options: Any
     adam = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.1)
     schedule = torch.optim.lr_scheduler.LambdaLR(adam, lambda n: 1 / (n + 1))
     if scaled:
-        options["scaler"] = torch.amp.GradScaler("cpu", init_scale=64.0)
+        scaler = options["scaler"] = torch.amp.GradScaler("cpu", init_scale=64.0)
+        scaler.scale(torch.ones(()))  # what torch breaks off here, it does not take up again
     taking = wb.Step(model, adam, float_one if wide else one, size, max_grad_norm=0.5, scheduler=schedule, **options)
     entry = Entry(model, lambda: taking(batch(dtype)), adam, taking)
     adam.register_step_pre_hook(lambda *_: entry.reached.append(len(entry.reached)))

@@ -9,7 +9,7 @@ import pytest
 from tests.faults.entries import ENTRIES, faults_after, seed, undisturbed
 from tests.faults.injection import ERRORS, AtLine, AtOperator
 
-TRIALS = 45
+TRIALS = 36
 """Places of each way in that are tried here, evenly spread; benchmarks/attacks.py tries all."""
 
 

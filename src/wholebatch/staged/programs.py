@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
@@ -22,6 +23,9 @@ CAPACITY = 16
 
 _KEPT: WeakKeyDictionary[nn.Module, OrderedDict[Hashable, Program | None]] = WeakKeyDictionary()
 """A memory of what is costly to find out again. Nothing depends on it but time."""
+
+_CAPTURING = threading.RLock()
+"""One thread at a time: capturing has the whole process's warnings, logs and modules for a while."""
 
 
 def programs_for(
@@ -44,15 +48,16 @@ def programs_for(
     Raises:
         CaptureError: if the model cannot be captured, or its calls meet at different operations.
     """
-    kept = _KEPT.setdefault(model, OrderedDict())
     state = (state_of(model), tuple(operations))
 
     def make(call: Call, free: dict[tuple[int, int], str]) -> Program:
         return _made(model, call.map(take), free, operations)
 
-    found = [_program(kept, call, calls, state, make) for call in calls]
-    while len(kept) > CAPACITY:
-        kept.popitem(last=False)
+    with _CAPTURING:
+        kept = _KEPT.setdefault(model, OrderedDict())
+        found = [_program(kept, call, calls, state, make) for call in calls]
+        while len(kept) > CAPACITY:
+            kept.popitem(last=False)
     if len({program.signature for program in found}) > 1:
         counts = sorted({len(program.couplings) for program in found})
         raise CaptureError(
