@@ -156,7 +156,7 @@ def accumulate_coupled(
             refuse_inexact(survey, pieces, chosen)
             order = None if isinstance(batch, Window) else _order(pieces)
             functions = [*loss.encoders, loss.loss_fn]
-            trial = Trial(survey, summed(loss.encoders), ranks, scaler, chosen, learning, functions)
+            trial = Trial(survey, summed(loss.encoders), ranks, scaler, chosen, [*survey.parameters, *also], functions)
             verified = proven(trial, batch, pieces)
             gradients.begin(survey.parameters, also, ranks.views, chosen.get("accumulate_in") or ranks.accumulate_in)
             pending = _Coupled(survey, loss, pieces, order, ranks, gradients, chosen).pending(scaler)

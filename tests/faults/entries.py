@@ -80,11 +80,13 @@ class Entry:
 def window(loss: Any = one, size: Any = 3, norm: bool = False, wide: bool = False, **options: Any) -> Entry:
     dtype = torch.bfloat16 if wide else torch.float64
     model = net(norm, dtype)
+    options = {"verify": "never", **options}
     return Entry(model, lambda: wb.backward(model, loss, batch(dtype), size, **options))
 
 
 def coupled(norm: bool = False, **options: Any) -> Entry:
     model = net(norm)
+    options = {"verify": "never", **options}
     return Entry(model, lambda: wb.coupled_backward(model, encode, spread, batch(), 3, **options))
 
 
@@ -92,6 +94,7 @@ def step(wide: bool = False, scaled: bool = False, size: Any = 3, **options: Any
     dtype = torch.bfloat16 if wide else torch.float64
     model = net(dtype=dtype)
     adam = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    options = {"verify": "never", **options}
     schedule = torch.optim.lr_scheduler.LambdaLR(adam, lambda n: 1 / (n + 1))
     if scaled:
         scaler = options["scaler"] = torch.amp.GradScaler("cpu", init_scale=64.0)
@@ -120,6 +123,7 @@ def exact(make: Callable[..., Entry]) -> Entry:
 
 ENTRIES: dict[str, Callable[[], Entry]] = {
     "pieces": window,
+    "proven": lambda: window(verify="first"),
     "whole": lambda: window(size=None),
     "counted": lambda: window(two),
     "stated": lambda: window(two, items=lambda b: (len(b["y"]), (b["y"] != 0).sum())),
@@ -130,9 +134,11 @@ ENTRIES: dict[str, Callable[[], Entry]] = {
     "exact": lambda: exact(window),
     "lock-step": lambda: window(norm=True, batch_norm="exact-lock-step"),
     "coupled": coupled,
+    "coupled, proven": lambda: coupled(verify="first"),
     "coupled, pooled": lambda: coupled(norm=True, batch_norm="pooled"),
     "coupled, exact": lambda: exact(coupled),
     "step": step,
+    "step, proven": lambda: step(verify="first"),
     "step, wide": lambda: step(wide=True, accumulate_in=torch.float32),
     "step, scaled": lambda: step(scaled=True),
     "step, Auto": lambda: step(size=wb.Auto(3)),

@@ -104,7 +104,7 @@ def test_a_window_inside_of_a_window_leaves_its_shortage_to_the_outer_one() -> N
             wb.backward(inner, lambda m, x: Full.apply(m(x), 0).square(), x[:1], wb.Auto(1))  # type: ignore[no-untyped-call]
         return model(x).square()
 
-    assert wb.backward(outer, loss, x, wb.Auto(8)).micro_batches == 2
+    assert wb.backward(outer, loss, x, wb.Auto(8), verify="never").micro_batches == 2
     (expected,) = torch.autograd.grad(outer(x).square().mean(), [outer.weight])
     assert torch.allclose(outer.weight.grad, expected, rtol=1e-12)  # type: ignore[arg-type]
 

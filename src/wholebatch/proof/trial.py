@@ -183,7 +183,7 @@ class Trial:
             self._gradients = Gradients()
             self._watched = Watched(self.loss_fn, self._gradients.parameters)
             stack.callback(self._gradients.take_back)
-            self._gradients.begin(self._learning, self.ranks.views)
+            self._gradients.begin(self._learning, views=self.ranks.views)
             stack.enter_context(watch)
             stack.enter_context(draws)
             yield draws
