@@ -253,7 +253,8 @@ class _Coupled:
         moved = State(self.survey, buffers=False)
         self._go_back(towers, leaves)
         after.restore_buffers()
-        moved.restore_random()
+        if any(turn.drew for turns in towers for turn in turns):
+            moved.restore_random()
         if learns and self.ranks.world == 1 and not self.gradients.held():
             raise LossError(
                 "No gradient has arrived at any parameter: what encode returned does not depend on one that requires "

@@ -33,12 +33,16 @@ class Turn:
     said: list[Tensor]
     form: pytree.TreeSpec
     graph: bool
+    drew: bool = False
+    """Whether random numbers were drawn; only then is the random state set back, which all threads share."""
 
     def again(self) -> list[Tensor]:
         """Return what it said with its graph: kept, or from a second run with the same draws."""
         if self.graph:
             return self.said
-        self.state.restore()
+        self.state.restore_buffers()
+        if self.drew:
+            self.state.restore_random()
         repeated, form = self.encoder.encode(self.piece)
         if form != self.form or any(not _close(a, b) for a, b in zip(repeated, self.said, strict=True)):
             raise InexactError(
@@ -69,6 +73,7 @@ class Encoder:
             state, versions = State(self.survey, buffers=changing), _versions(self.survey)
             with torch.set_grad_enabled(graph and torch.is_grad_enabled()):
                 turns.append(Turn(self, piece, state, *self.encode(piece), graph))
+            turns[-1].drew = state.drew()
             changing = changing and versions != _versions(self.survey)  # most models leave their buffers alone
             if turns[-1].form != turns[0].form:
                 raise LossError(

@@ -222,12 +222,14 @@ class _Saved:
     __slots__ = ("_key", "_size", "_watch", "tensor")
 
     def __init__(self, tensor: Tensor, watch: SavedBytes | None, key: int) -> None:
-        self._watch, self._key, self._size = watch, key, tensor.untyped_storage().nbytes()
+        self._key, self._size = key, tensor.untyped_storage().nbytes()
+        self._watch = watch
         self.tensor = tensor.detach()  # with its node, an output that is saved would hold the graph that holds it
 
     def __del__(self) -> None:
-        if self._watch is not None:
-            self._watch.forget(self._key, self._size)
+        watch = getattr(self, "_watch", None)  # none if memory ran out before it was whole
+        if watch is not None:
+            watch.forget(self._key, self._size)
 
     def tensor_of(self) -> Tensor:
         """Hand the tensor back to autograd."""

@@ -95,6 +95,13 @@ class Gradients:
 
     def take_back(self) -> None:
         """Leave in ``.grad`` what stood there before, and let go of all parameters."""
+        try:
+            self._take_back()
+        finally:  # an interrupt may come here too: the rest is taken back all the same
+            if self.open:
+                self._take_back()
+
+    def _take_back(self) -> None:
         self.end()
         self.drop()
         self.open = False

@@ -22,7 +22,7 @@ from wholebatch.errors import SplitError
 from wholebatch.loss import read
 from wholebatch.memory import offloaded
 from wholebatch.options import Options
-from wholebatch.precision import Gradients, foreign_leaves, total_norm
+from wholebatch.precision import Gradients, all_or_nothing, foreign_leaves, total_norm
 from wholebatch.proof.sample import Sample
 from wholebatch.readers import hooks_that_read
 from wholebatch.shapes import Shapes
@@ -154,7 +154,12 @@ class Trial:
 
     def compare(self, whole: Sequence[Any], parts: Iterator[Any], alike: bool = False, carry: bool = False) -> Outcome:
         """Hold the gradient, loss and items of some micro-batches against those of others."""
-        outcome, start = Outcome(), self._start
+        return all_or_nothing(lambda gradients: self._compare(gradients, whole, parts, alike, carry))
+
+    def _compare(
+        self, gradients: Gradients, whole: Sequence[Any], parts: Iterator[Any], alike: bool, carry: bool
+    ) -> Outcome:
+        outcome, start, self._gradients = Outcome(), self._start, gradients
         self._shapes = outcome.shapes
         try:
             with self._held_still(alike, outcome) as draws:
@@ -180,7 +185,6 @@ class Trial:
         with ExitStack() as stack:
             if "torch._dynamo" in sys.modules:  # else nothing is compiled, and importing it takes seconds
                 stack.enter_context(uncompiled())
-            self._gradients = Gradients()
             self._watched = Watched(self.loss_fn, self._gradients.parameters)
             stack.callback(self._gradients.take_back)
             self._gradients.begin(self._learning, views=self.ranks.views)

@@ -106,8 +106,10 @@ class WholeWindow(PlainWindow):
         self.start = State(self.survey)
         with _Undone(self.start, self.runner.fail):
             for piece in pieces:
-                self.states[id(piece)] = State(self.survey, buffers=False)
+                state = State(self.survey, buffers=False)
                 call = self._hear(piece)
+                if state.drew():  # else nothing has to be set back, which all threads would feel
+                    self.states[id(piece)] = state
                 if call is not None:
                     self.places[id(piece)] = len(calls)
                     calls.append(call.map(self.runner.shelf.put))
@@ -115,17 +117,19 @@ class WholeWindow(PlainWindow):
 
     def loss(self, piece: Piece) -> Any:
         """Run the loss function of a piece on the answer that the model gives within the whole batch."""
-        place, here = self.places.get(id(piece)), State(self.survey, buffers=False)
+        place, state = self.places.get(id(piece)), self.states.get(id(piece))
+        here = State(self.survey, buffers=False)
         answers: list[Any] = []
 
         def answer(call: Call) -> Any:
             self._check(piece, call, len(answers))
-            here.restore_random()
+            if state is not None:
+                here.restore_random()
             answers.append(self.runner.output(self.places[id(piece)]))
             return answers[0]
 
-        if place is not None:
-            self.states[id(piece)].restore_random()
+        if place is not None and state is not None:
+            state.restore_random()
         with NothingElseMeets(), _Undone(self.start):
             return self.loss_fn(StandIn(self.model, answer), move(piece.load(), self.device))
 
