@@ -42,6 +42,7 @@ bench: .venv/.bench
 	$(BIN)/python benchmarks/recovery.py
 	$(BIN)/python benchmarks/precision.py
 	$(BIN)/python benchmarks/soak.py
+	$(BIN)/python benchmarks/attacks.py
 	$(BIN)/python benchmarks/ranks.py
 	$(BIN)/python benchmarks/coupled.py
 	$(BIN)/python benchmarks/watching.py

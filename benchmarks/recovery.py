@@ -1,9 +1,9 @@
 """What running out of memory costs: the window in which it happens, and the windows after it. About two minutes.
 
-Memory runs out once, late in the backward of the last micro-batch, when most parameters have its gradient already.
-Three windows take turns: one in which that happens, one in which it does not (Auto too), and one that is redone from
-its start in the pieces that fit, as other tools do. Afterwards Auto is held against the plain number that it has found.
-The error is that of the gradient, against the undisturbed window's.
+Memory runs out once in the last micro-batch: in its forward, after which it alone runs again, or late in its backward,
+when most parameters have its gradient already and the window is run again. Windows take turns: both of these, one in
+which nothing happens (Auto too), and one that is redone by hand in half the size, as other tools do. Afterwards Auto is
+held against the plain number that it has found. The error is that of the gradient, against the undisturbed window's.
 
     python benchmarks/recovery.py --rounds 9
 """
@@ -29,14 +29,20 @@ SHAPES = {"8 equal pieces": [8] * 8, "the last of 8 pieces 2.5 x as long": [8] *
 
 
 class Failing:
-    """Runs out of memory in one backward, counted from the start of a window."""
+    """Runs out of memory in one forward or backward, counted from the start of a window."""
 
     def __init__(self) -> None:
         self.at: int | None = None
-        self.calls = 0
+        self.forward = False
+        self.calls = {True: 0, False: 0}
 
-    def arm(self, call: int | None) -> None:
-        self.at, self.calls = call, 0
+    def arm(self, call: int | None, forward: bool = False) -> None:
+        self.at, self.forward, self.calls = call, forward, {True: 0, False: 0}
+
+    def visit(self, forward: bool) -> None:
+        self.calls[forward] += 1
+        if forward == self.forward and self.calls[forward] - 1 == self.at:
+            raise torch.OutOfMemoryError("Injected: out of memory.")
 
 
 class Place(torch.autograd.Function):
@@ -45,14 +51,12 @@ class Place(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, failing: Failing) -> Tensor:
         ctx.failing = failing
+        failing.visit(forward=True)
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        failing: Failing = ctx.failing
-        failing.calls += 1
-        if failing.calls - 1 == failing.at:
-            raise torch.OutOfMemoryError("Injected: out of memory.")
+        ctx.failing.visit(forward=False)
         return grad, None
 
 
@@ -70,12 +74,12 @@ class Bench:
         self.model.embedding.register_forward_hook(lambda module, inputs, x: Place.apply(x, self.failing))
         self.window = wb.Window(torch.randint(WORDS, (rows, length)) for rows in shape)
 
-    def run(self, size: Any, fail: bool) -> tuple[Seconds, list[Tensor]]:
+    def run(self, size: Any, fail: bool, forward: bool = False) -> tuple[Seconds, list[Tensor]]:
         """Run one window, and let its last micro-batch fail."""
         self.model.zero_grad()
-        self.failing.arm(len(self.window) - 1 if fail else None)
+        self.failing.arm(len(self.window) - 1 if fail else None, forward)
         with Clock() as clock:
-            wb.backward(self.model, loss_fn, self.window, size)
+            wb.backward(self.model, loss_fn, self.window, size, verify="never")
         return clock.seconds, self.gradients()
 
     def redone(self, size: int) -> tuple[Seconds, list[Tensor]]:
@@ -84,9 +88,9 @@ class Bench:
         self.failing.arm(len(self.window) - 1)
         with Clock() as clock:
             try:
-                wb.backward(self.model, loss_fn, self.window)
+                wb.backward(self.model, loss_fn, self.window, verify="never")
             except torch.OutOfMemoryError:
-                wb.backward(self.model, loss_fn, self.window, size // 2)
+                wb.backward(self.model, loss_fn, self.window, size // 2, verify="never")
         return clock.seconds, self.gradients()
 
     def gradients(self) -> list[Tensor]:
@@ -98,6 +102,7 @@ def measure(name: str, shape: list[int], rounds: int, size: tuple[int, int, int]
     found = largest // 2
     tasks: dict[str, Callable[[], tuple[Seconds, list[Tensor]]]] = {
         "undisturbed": lambda: bench.run(wb.Auto(largest), fail=False),
+        "at_once": lambda: bench.run(wb.Auto(largest), fail=True, forward=True),
         "recovered": lambda: bench.run(wb.Auto(largest), fail=True),
         "redone": lambda: bench.redone(largest),
         "after": lambda: bench.run(wb.Auto(found), fail=False),
@@ -111,6 +116,7 @@ def measure(name: str, shape: list[int], rounds: int, size: tuple[int, int, int]
     return {
         "window": name,
         "seconds": quartiles(each["undisturbed"].wall for each in times),
+        **ratios(times, "at_once", "undisturbed"),
         **ratios(times, "recovered", "undisturbed"),
         **ratios(times, "redone", "undisturbed"),
         **ratios(times, "after", "fixed"),
@@ -145,7 +151,8 @@ def main() -> None:
         rows.append(measure(name, shape, options.rounds, (options.length, options.width, options.layers)))
         row = rows[-1]
         print(
-            f"{name}: recovered {row['recovered_ratio']} cpu {row['recovered_cpu_ratio']}\n"
+            f"{name}: at once {row['at_once_ratio']} cpu {row['at_once_cpu_ratio']}\n"
+            f"  recovered {row['recovered_ratio']} cpu {row['recovered_cpu_ratio']}\n"
             f"  redone {row['redone_ratio']}\n"
             f"  after {row['after_ratio']} cpu {row['after_cpu_ratio']}, gradient error {row['gradient_error']:.0e}",
             flush=True,

@@ -90,13 +90,21 @@ def memory(result: Result) -> list[str]:
 
 def recovery(result: Result) -> list[str]:
     lines = [
-        "| window | only the failed piece again | redone from its start | windows after it | gradient error |",
-        "|---|---|---|---|---|",
+        "| window | in the forward | late in the backward | redone by hand | windows after it | gradient error |",
+        "|---|---|---|---|---|---|",
     ]
     for row in result["rows"]:
-        ratios = (row[f"{name}_cpu_ratio"]["median"] for name in ("recovered", "redone", "after"))
+        ratios = (row[f"{name}_cpu_ratio"]["median"] for name in ("at_once", "recovered", "redone", "after"))
         lines.append(f"| {row['window']} | {' | '.join(f'{r:.2f}' for r in ratios)} | {row['gradient_error']:.0e} |")
     return [*lines, "", f"CPU time, undisturbed = 1; {measured_on(result)} (`benchmarks/recovery.py`)."]
+
+
+def attacks(result: Result) -> list[str]:
+    lines = ["| attack | places | tried | went on | raised, nothing changed | wrong |", "|---" * 6 + "|"]
+    for row in result["rows"]:
+        tried = f"{row['places']:,} | {row['trials']:,} | {row['recovered'] + row['came']:,} | {row['raised']:,}"
+        lines.append(f"| {row['attack']} | {tried} | {row['wrong']} |")
+    return [*lines, "", f"{measured_on(result)}, places drawn at random (`benchmarks/attacks.py`)."]
 
 
 def precision(result: Result) -> list[str]:
@@ -193,6 +201,7 @@ def measured_on(result: Result) -> str:
 
 
 TABLES: dict[str, Callable[[Result], list[str]]] = {
+    "attacks": attacks,
     "coupled": coupled,
     "exactness": exactness,
     "memory": memory,
