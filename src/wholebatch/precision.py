@@ -303,13 +303,14 @@ def all_or_nothing(work: Callable[[Gradients], T]) -> T:
         ...     print(weight.grad)
         tensor([1.])
     """
-    gradients = Gradients()
+    gradients, learns = Gradients(), torch.is_grad_enabled()
     try:
         result = work(gradients)
         gradients.open = False  # not by a call: an interrupt could come between its end and ours
         return result
     finally:
         if gradients.open:
+            torch.set_grad_enabled(learns)  # torch's own blocks do not set it back if they are interrupted as they end
             gradients.take_back()
 
 
