@@ -247,6 +247,16 @@ def test_without_the_proof_the_gradient_is_another(name: str) -> None:
     assert_differs(model, reference)
 
 
+@pytest.mark.filterwarnings("ignore:std")
+def test_rows_whose_deviation_needs_two_of_them_are_tried_in_halves() -> None:
+    def normalised_by_two(model: Any, batch: Any) -> Tensor:
+        advantage = batch["x"][:, 0]
+        return losses(model, batch) * (advantage - advantage.mean()) / advantage.std()
+
+    with pytest.raises(WholeBatchError, match=r"in two parts|parts \(2 \+ 2\)"):
+        wb.backward(linear(), normalised_by_two, rows(), 4)
+
+
 def test_a_step_inside_the_backward_is_refused_and_undone() -> None:
     model = linear()
     node = model.weight.expand_as(model.weight).grad_fn.next_functions[0][0]

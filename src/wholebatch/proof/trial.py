@@ -78,6 +78,11 @@ class Outcome:
         return "" if math.isfinite(self.scale) else "the gradient of the rows that were tried is not finite"
 
     @property
+    def is_finite(self) -> bool:
+        """Whether the parts can be held against the whole at all."""
+        return math.isfinite(self.gradient) and math.isfinite(self.loss)
+
+    @property
     def adds_up(self) -> bool:
         """Whether gradient, loss and items of the parts are those of the whole."""
         return self.gradient <= self.tolerance and self.loss <= self.tolerance and self.miscounted is None

@@ -64,8 +64,12 @@ class Judge:
         attempt: Sample | None = sample
         reason = ""
         while attempt is not None:
+            memory = False
             try:
-                return attempt, self.trial.run(attempt)
+                outcome = self.trial.run(attempt)
+                if outcome.is_finite:
+                    return attempt, outcome
+                reason = "their loss or gradient is not finite"
             except (*USER_ERRORS, MemoryError) as error:
                 if not self._ready_made and _is_final(error, attempt):
                     raise
@@ -74,9 +78,9 @@ class Judge:
                 release()
             attempt = attempt.smaller() if memory else attempt.even()
         for other in others_of(sample, self.batch, self.pieces, self.options):
-            outcome = self._safely(other)
-            if outcome is not None:
-                return other, outcome
+            found = self._safely(other)
+            if found is not None and found.is_finite:
+                return other, found
         raise NotTried(f"{len(sample.whole)} rows could not be run as {sample.sizes} ({reason:.200})")
 
     def _verdict(self, sample: Sample, outcome: Outcome) -> str:
