@@ -30,7 +30,7 @@ def test_pooled_statistics_are_those_of_one_forward_over_all_rows_at_the_first_l
     model(torch.randn(6, 3).double())
     whole, naive = copy.deepcopy(model), copy.deepcopy(model)
     whole(x)
-    with Pooled(model):
+    with Pooled(model.modules()):
         for piece in x.split(4):
             model(piece)
     for piece in x.split(4):
@@ -44,13 +44,13 @@ def test_pooled_statistics_are_those_of_one_forward_over_all_rows_at_the_first_l
 def test_results_in_the_block_are_those_of_the_micro_batches() -> None:
     model, x = layers(), torch.randn(8, 3).double()
     expected = copy.deepcopy(model)(x[:3])
-    with Pooled(model):
+    with Pooled(model.modules()):
         assert torch.equal(model(x[:3]), expected)
 
 
 def test_nothing_is_updated_when_the_block_fails() -> None:
     model = layers()
-    with pytest.raises(ZeroDivisionError), Pooled(model):
+    with pytest.raises(ZeroDivisionError), Pooled(model.modules()):
         model(torch.randn(4, 3).double())
         raise ZeroDivisionError
     assert torch.equal(model[1].running_mean, torch.zeros(5))
@@ -59,7 +59,7 @@ def test_nothing_is_updated_when_the_block_fails() -> None:
 def test_layers_that_keep_or_use_no_statistics_of_the_batch_are_left_alone() -> None:
     model = nn.Sequential(nn.BatchNorm1d(3, track_running_stats=False), nn.BatchNorm1d(3).eval()).double()
     before = copy.deepcopy(model.state_dict())
-    with Pooled(model):
+    with Pooled(model.modules()):
         model(torch.randn(4, 3).double())
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
@@ -98,3 +98,18 @@ def test_a_piece_without_rows_adds_nothing() -> None:
     none = Moments(0.0, torch.zeros(3).double(), torch.zeros(3).double())
     for ours, theirs in zip(merged([none, some]), some, strict=True):
         assert torch.allclose(torch.as_tensor(ours), torch.as_tensor(theirs), rtol=1e-14)
+
+
+def test_layers_have_counted_nothing_if_a_window_is_broken_off() -> None:
+    model = torch.nn.BatchNorm1d(2)
+    with pytest.raises(ZeroDivisionError), Pooled(model.modules()):
+        model(torch.randn(4, 2))
+        1 / 0  # noqa: B018
+    assert model.num_batches_tracked == 0
+
+
+def test_a_layer_outside_of_the_model_counts_one_window_too() -> None:
+    teacher, model, rows = torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 3), torch.randn(8, 3)
+    loss = lambda model, x: (model(x) - teacher(x).detach()).square().mean(1)  # noqa: E731
+    wb.backward(model, loss, rows, 2, batch_norm="pooled")
+    assert teacher.num_batches_tracked == 1

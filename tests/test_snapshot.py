@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 
+import wholebatch as wb
 from wholebatch.snapshot import Snapshot
 from wholebatch.survey import Survey
 
@@ -178,3 +179,22 @@ def test_the_global_random_state_goes_back_unless_it_is_to_stay() -> None:
     assert not torch.equal(torch.rand(1), first)
     before.restore()
     assert torch.equal(torch.rand(1), first)
+
+
+def raises(model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
+    torch.rand(3)
+    model(rows)
+    raise KeyError("a fault of the user's own")
+
+
+@pytest.mark.parametrize(
+    "call",
+    [lambda m, x: wb.find_coupling(m, raises, x), lambda m, x: wb.plan(m, raises, x, memory="1GiB")],
+    ids=["find_coupling", "plan"],
+)
+def test_random_state_and_buffers_are_as_before_though_an_experiment_fails(call: Callable[..., Any]) -> None:
+    model, rows, before = nn.BatchNorm1d(3), torch.randn(4, 3), torch.get_rng_state()
+    with pytest.raises((KeyError, ValueError)):  # a plan tries one row as well, which BatchNorm refuses
+        call(model, rows)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert model.num_batches_tracked == 0

@@ -153,9 +153,9 @@ def _second_forward(block: nn.Module, counted: AbstractContextManager[Any]) -> I
     own: list[tuple[nn.Module, str, Tensor]] = [
         (module, name, buffer) for module in block.modules() for name, buffer in module.named_buffers(recurse=False)
     ]
-    for module, name, buffer in own:
-        setattr(module, name, buffer.clone())
-    try:
+    try:  # an interrupt may come between two of them
+        for module, name, buffer in own:
+            setattr(module, name, buffer.clone())
         with counted:
             yield
     finally:

@@ -241,7 +241,7 @@ class _Coupled:
     def pending(self, scaler: GradScaler | None) -> Pending:
         """Encode, take the loss of all rows, and encode again backward."""
         rows = sum(piece.rows for piece in self.pieces)
-        with pooled(self.survey.model, self.pools):  # the second pass would count its rows again
+        with pooled(self.survey, self.pools):  # the second pass would count its rows again
             towers = [e.turns(keep_last=e is self.encoders[-1]) for e in self.encoders]
         after = State(self.survey)
         _refuse_no_rows(self.ranks.agree(Status.READY, Sums(), pieces=rows).pieces)

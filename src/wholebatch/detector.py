@@ -25,7 +25,7 @@ from wholebatch.draws import FixedDraws, uncompiled
 from wholebatch.errors import LossError, SplitError
 from wholebatch.loss import Mean, read
 from wholebatch.precision import device_of
-from wholebatch.state import State
+from wholebatch.state import State, left_alone
 
 
 @dataclass(frozen=True)
@@ -92,17 +92,17 @@ def find_coupling(
 
 
 def _found(model: nn.Module, loss_fn: Callable[[Any, Any], Any], nest: Nest, rows: int) -> Coupling:
-    everything, half, state = list(range(rows)), rows // 2, State(model)
+    everything, half = list(range(rows)), rows // 2
     kept, other = everything[:half], everything[half:]
     exchanged = everything[: len(other)]
     runs = []
-    for index in (kept + other, kept + exchanged, other[:half] + other, other[:half] + exchanged):
+    with left_alone(model) as state:
+        for index in (kept + other, kept + exchanged, other[:half] + other, other[:half] + exchanged):
+            state.restore()
+            runs.append(_run(model, loss_fn, move(nest.take(index), device_of(model)), rows))
         state.restore()
-        runs.append(_run(model, loss_fn, move(nest.take(index), device_of(model)), rows))
-    state.restore()
-    found = _alone(runs[0].seen, state, kept + exchanged, half)
-    found |= _together(runs[0].seen, runs[1].seen, found, half, rows)
-    state.restore()
+        found = _alone(runs[0].seen, state, kept + exchanged, half)
+        found |= _together(runs[0].seen, runs[1].seen, found, half, rows)
     return Coupling(found, *_interaction([run.sums for run in runs]))
 
 

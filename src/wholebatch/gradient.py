@@ -286,7 +286,7 @@ class _Run:
     def _attempt(self, denominators: Denominators) -> Pending:
         """Run every piece, agree with all ranks before gradients travel, and leave one factor to be applied."""
         tally = Tally()
-        with pooled(self.survey.model, self.options.get("batch_norm") == "pooled") as pool:
+        with pooled(self.survey, self.options.get("batch_norm") == "pooled") as pool:
             waiting, micro_batches = self._run_pieces(tally, denominators, pool)
         if self.looks > 0:
             self._refuse_moved_buffers(micro_batches)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from wholebatch.moments import Moments, merged
+from wholebatch.survey import Survey
 
 ARGUMENTS = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
 """Those of ``torch.nn.functional.batch_norm``; ``torch.batch_norm`` has weight and bias before the statistics."""
@@ -38,17 +39,17 @@ class Pooled(TorchFunctionMode):
     """Pool what BatchNorm layers would add to their running statistics, and add it once, at the end.
 
     Results and gradients are those of the micro-batches as usual. Nothing is updated if the block ends by an
-    exception.
+    exception, and layers have counted nothing then.
 
     Args:
-        model: whose layers count how many batches they have seen.
+        modules: all whose layers count how many batches they have seen, registered in the model or not.
         replace: whether the pooled statistics take the place of the old ones, whatever the momentum.
     """
 
-    def __init__(self, model: nn.Module, replace: bool = False) -> None:
+    def __init__(self, modules: Iterable[nn.Module], replace: bool = False) -> None:
         super().__init__()
         self._replace = replace
-        self._layers = [m for m in model.modules() if isinstance(getattr(m, "num_batches_tracked", None), Tensor)]
+        self._layers = [m for m in modules if isinstance(getattr(m, "num_batches_tracked", None), Tensor)]
         self._counted: dict[nn.Module, Tensor] = {}
         self._running: dict[int, _Running] = {}
 
@@ -64,6 +65,9 @@ class Pooled(TorchFunctionMode):
         super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
         if kind is None:
             self._update()
+        else:
+            for layer, before in self._counted.items():
+                _counter(layer).copy_(before)
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Let a layer write into buffers of its own when it uses the statistics of a micro-batch."""
@@ -110,9 +114,9 @@ class Pooled(TorchFunctionMode):
                 _counter(layer).copy_(before + 1)
 
 
-def pooled(model: nn.Module, wanted: bool) -> AbstractContextManager[Pooled | None]:
+def pooled(survey: Survey, wanted: bool) -> AbstractContextManager[Pooled | None]:
     """Pool running statistics over a block, or leave everything as it is."""
-    return Pooled(model) if wanted else nullcontext()
+    return Pooled((*survey.modules, *survey.outside)) if wanted else nullcontext()
 
 
 def recalibrate(
@@ -136,7 +140,7 @@ def recalibrate(
         >>> float(model.running_mean), float(model.running_var)
         (3.0, 2.5)
     """
-    with _only_norms_training(model), torch.no_grad(), Pooled(model, replace=True):
+    with _only_norms_training(model), torch.no_grad(), Pooled(model.modules(), replace=True):
         for batch in loader:
             if forward is None:
                 model(batch)

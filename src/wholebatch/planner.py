@@ -22,7 +22,7 @@ from wholebatch.options import BACKWARD, Options, checked
 from wholebatch.precision import Gradients, all_or_nothing, device_of
 from wholebatch.ranks import by_itself
 from wholebatch.sizes import Tokens
-from wholebatch.state import State
+from wholebatch.state import left_alone
 from wholebatch.window import Piece, Window, pieces_of
 
 Way: TypeAlias = Literal["smaller pieces", "checkpointing", "offload"]
@@ -355,7 +355,7 @@ class _Trial:
     def _run(self, context: Running, piece: Piece) -> tuple[float, float]:
         """Run one piece; return the bytes kept for its backward, and the seconds of this process."""
         model, device = self._model, self._device
-        state, micro_batch = State(model), Window([move(piece.load(), device)])
+        micro_batch = Window([move(piece.load(), device)])
         cuda = device is not None and device.type == "cuda"
         if cuda:
             torch.cuda.synchronize(device)
@@ -363,14 +363,14 @@ class _Trial:
         before = torch.cuda.memory_allocated(device) if cuda else 0
         now = time.perf_counter if cuda else time.process_time
         start, clock = now(), time.perf_counter()
-        with context(), nullcontext() if cuda else SavedBytes(ignored=[*model.parameters(), *model.buffers()]) as saved:
+        counted = nullcontext() if cuda else SavedBytes(ignored=[*model.parameters(), *model.buffers()])
+        with left_alone(model), context(), counted as saved:
             all_or_nothing(lambda gradients: self._without_trace(gradients, micro_batch))
         if cuda:
             torch.cuda.synchronize(device)
         seconds = now() - start
         self._pace = min(self._pace, (time.perf_counter() - clock) / max(seconds, 1e-9))
         peak = torch.cuda.max_memory_allocated(device) - before if saved is None else saved.peak
-        state.restore()
         return float(peak), seconds
 
     def _without_trace(self, gradients: Gradients, micro_batch: Window[Any]) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pickle
 import random
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -70,6 +72,16 @@ class State:
             getattr(torch, device.type).set_rng_state(state, device)
         if self._numpy is not None:
             sys.modules["numpy"].random.set_state(self._numpy)
+
+
+@contextmanager
+def left_alone(model: nn.Module | Survey) -> Iterator[State]:
+    """Leave random state and buffers as they are, however the block ends; gives what to go back to on the way."""
+    state = State(model)
+    try:
+        yield state
+    finally:
+        state.restore()
 
 
 class _Held(NamedTuple):
