@@ -357,3 +357,19 @@ def test_a_loss_that_differentiates_inside_is_looked_at_for_coupling() -> None:
         return losses * norm.detach()
 
     assert wb.find_coupling(nn.Linear(8, 3), weighted, labelled()).loss > 0
+
+
+def test_a_model_in_which_nothing_normalises_needs_no_graph_under_exact_batch_norm() -> None:
+    class Branching(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            out = F.dropout(super().forward(x), 0.2, self.training)
+            return out if float(out.detach().sum()) > -1e9 else -out
+
+    assert wb.check(Branching(8, 3), cross_entropy, labelled(), 5, batch_norm="exact").verdict == "exact"
+
+    class Hidden(Branching):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(torch.batch_norm(x, None, None, None, None, True, 0.1, 1e-5, False))
+
+    with pytest.raises(wb.InexactError):
+        wb.backward(Hidden(8, 3), cross_entropy, labelled(), 5, batch_norm="exact")

@@ -208,7 +208,8 @@ class Measurement:
     @property
     def meets(self) -> bool:
         """Whether micro-batches run stage by stage, so that they can't be run again one by one."""
-        return (self.options.get("batch_norm") or "").startswith("exact") and self.micro_batches > 1
+        several = self.micro_batches > 1 or self.wrapped  # all ranks alike, whatever their shares
+        return several and (self.options.get("batch_norm") or "").startswith("exact")
 
     def ours(self) -> Ran | None:
         """Run `backward` with draws held still, and note what it does besides; None if the user's code fails in it."""
@@ -292,7 +293,7 @@ class Measurement:
         moved = self.other_buffers(ran)
         if moved and self.options.get("batch_norm") not in ("micro", "pooled", "exact-per-rank"):
             self.findings.append(causes.other_buffers(moved))
-        if truth.pieces > 1 and self.micro_batches > 1:
+        if truth.pieces > 1 and (self.micro_batches > 1 or self.wrapped):
             self.look_for_coupling()
 
     def compare_what_hooks_see(self, ran: Ran, pieces: Sequence[Any]) -> None:

@@ -17,6 +17,7 @@ from torch import nn
 
 from wholebatch.errors import InexactError
 from wholebatch.options import Options
+from wholebatch.staged.normalising import nothing_normalises
 from wholebatch.staged.plain import PlainWindow
 from wholebatch.survey import Survey
 from wholebatch.sync import Ranks
@@ -46,6 +47,8 @@ def window_for(
         return PlainWindow(survey, loss_fn, ranks, short)
     model = survey.model
     _refuse(model, choice, len(pieces), alone, splits)
+    if ranks.world == 1 and pieces and nothing_normalises(survey, loss_fn, pieces[0]):
+        return PlainWindow(survey, loss_fn, ranks, short)
     # Only here: capturing loads torch.export, which takes seconds and which few models need.
     from wholebatch.staged.engine import Engine
     from wholebatch.staged.lockstep import LockStep
