@@ -5,7 +5,7 @@ from __future__ import annotations
 from html import escape
 
 from wholebatch.doctor import drawing
-from wholebatch.doctor.report import Report
+from wholebatch.doctor.report import Report, stands
 from wholebatch.finding import Finding
 
 STYLE = """
@@ -50,12 +50,13 @@ def page(report: Report) -> str:
 
 def one(number: int, finding: Finding) -> str:
     """Return one finding."""
+    out = f'<span class="out">- {escape(finding.change.out)}</span>\n' if stands(finding) else ""
     place = f' <span class="soft">{escape(str(finding.site))}</span>' if finding.site is not None else ""
     why = f'<p class="soft">{escape(finding.why)}</p>' if finding.why else ""
     return (
         f'<div class="finding"><h2>{number}. {escape(finding.rule)}{place}</h2>'
         f"<p>{escape(finding.what)}: <strong>{escape(finding.amount)}</strong></p>"
-        f'<pre><span class="out">- {escape(finding.change.out)}</span>\n'
+        f"<pre>{out}"
         f'<span class="into">+ {escape(finding.change.into)}</span></pre>{why}</div>'
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import linecache
 from typing import Any
 
 from wholebatch.doctor.findings import Finding, find
@@ -56,7 +57,7 @@ class Report:
             lines += [
                 "",
                 f"{number}. {finding.rule}: {finding.what}: {finding.amount}{place}",
-                f"   - {finding.change.out}",
+                *([f"   - {finding.change.out}"] if stands(finding) else []),
                 f"   + {finding.change.into}",
             ]
             lines += [f"   {finding.why}"] if finding.why else []
@@ -90,6 +91,13 @@ class Report:
             "windows": [window_row(story, window) for story in self.stories for window in windows_of(story)],
             "error": self.trace.error,
         }
+
+
+def stands(finding: Finding) -> bool:
+    """Tell whether the line to take out is in the file, so that nobody looks for one that is not."""
+    if finding.site is None:
+        return False
+    return any(finding.change.out in line for line in linecache.getlines(finding.site.file))
 
 
 def windows_of(story: Story) -> list[Window]:

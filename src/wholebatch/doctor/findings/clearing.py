@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from wholebatch.comparison import Comparison, compare
-from wholebatch.doctor.findings.remedies import line_of, moved
+from wholebatch.doctor.findings.remedies import condition_of, line_of, moved
 from wholebatch.doctor.piece import Piece
 from wholebatch.doctor.story import Story, Window
 from wholebatch.doctor.trace import Forward
@@ -104,28 +104,27 @@ def tail_dropped(story: Story, window: Window) -> Finding | None:
     thrown = thrown_away(window)
     # As many as a whole window has were left out on purpose: a loss that was not finite.
     if window.step is not None and 0 < len(thrown) < full and not usual_loss(story, window):
-        return dropped(thrown, window.cleared[0].site, "cleared away before any step")
+        return dropped(story, window, thrown, window.cleared[0].site, "cleared away before any step")
     unfinished = story.trace.complete and window.step is None and window.number > 0 and not window.skipped
     paths = {piece.backward.path for seen in story.windows[window.optimizer] for piece in seen.pieces}
     same_loop = all(piece.backward.path in paths for piece in window.pieces)
     if unfinished and window.pieces and same_loop and window.length < full:
-        return dropped(window.pieces, window.pieces[-1].backward.site, "never stepped")
+        return dropped(story, window, window.pieces, window.pieces[-1].backward.site, "never stepped")
     return None
 
 
-def dropped(pieces: list[Piece], site: Site | None, fate: str) -> Finding:
+def dropped(story: Story, window: Window, pieces: list[Piece], site: Site | None, fate: str) -> Finding:
     """Say which pieces were lost."""
     rows = sum(piece.rows for piece in pieces)
+    steps = [seen.step for seen in story.windows[window.optimizer] if seen.step is not None]
+    condition = condition_of(steps[0].site if steps else None) or "if (i + 1) % k == 0:"
     return Finding(
         "last-window-dropped",
         f"the last {len(pieces)} pieces ({rows} rows) are backpropagated but {fate}",
         f"{rows} rows of each epoch teach nothing",
         0.5,
         site,
-        Change(
-            "if (i + 1) % k == 0:",
-            "if (i + 1) % k == 0 or i + 1 == len(loader):  # divide by the pieces of this window",
-        ),
+        Change(condition, f"{condition.rstrip(':')} or i + 1 == len(loader):  # divide by the pieces of this window"),
         "A short window is a step of its own, divided by what it holds.",
     )
 

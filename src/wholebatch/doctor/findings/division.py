@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
+
 from wholebatch.comparison import Comparison, scale
-from wholebatch.doctor.findings.remedies import line_of, scaled_backward
+from wholebatch.doctor.findings.remedies import condition_of, line_of, scaled_backward
 from wholebatch.doctor.measure import reweighed
 from wholebatch.doctor.shares import Division, contains, near
 from wholebatch.finding import Change, Finding
@@ -15,26 +17,41 @@ def not_divided(division: Division) -> Finding | None:
         return None
     other = divisor(division) if division.alone else 0
     ratio = division.whole if other else division.whole / own_weight(division)
+    usual = division.length == division.lengths[0] or division.lengths[0] < 2
     divided = f"divided by {other}, not by" if other else "not divided over"
     part = "the loss" if division.alone else f"the term {division.shares[0].term.name} of the loss"
     return Finding(
         "loss-not-divided",
         f"{part} is {divided} the {division.length} pieces of the window",
         str(scale(ratio)) + ("" if division.alone else ", for this term"),
-        abs(ratio - 1),
+        # A window that holds the left-over pieces of another one is no measure for the others.
+        abs(ratio - 1) * (1.0 if usual else 0.5),
         division.site,
         divided_remedy(division, other),
-        "Each backward adds the gradient of a whole mean, so the sum grows with the number of pieces.",
+        "Each backward adds the gradient of a whole mean, so the sum grows with the number of pieces."
+        + counted_items(division),
     )
 
 
 def divided_remedy(division: Division, other: int) -> Change:
     """Divide the loss by the pieces, or the one term that is not divided."""
+    if division.alone and len(set(division.items)) > 1:  # divided by the pieces they would be a mean of means
+        return scaled_backward(division.site, "* items / items_of_the_window", other)
     if division.alone:
         return scaled_backward(division.site, f"/ {division.length}", other)
     text = line_of(division.site, "loss.backward()")
     term = division.shares[0].term
     return Change(text, f"{text}  # with {term.factor:.3g} x {term.name} divided by {division.length}")
+
+
+def counted_items(division: Division) -> str:
+    """Say what the items are, where pieces differ in them."""
+    if len(set(division.items)) < 2:
+        return ""
+    token = division.shares[0].term.name.startswith("NllLoss")
+    what = "labels that are not ignored" if token else "entries that it averages over"
+    counts = ", ".join(f"{items:g}" for items in division.items[:8])
+    return f" items: the {what} in a micro-batch, here {counts}."
 
 
 def undivided(division: Division) -> bool:
@@ -91,8 +108,10 @@ def short_window(division: Division) -> Finding | None:
 
 def short_remedy(division: Division, full: int, first: bool) -> Change:
     """Count before the test, or divide by what the window holds."""
-    if first:
-        return Change(f"if i % {full} == 0:", f"if (i + 1) % {full} == 0:")
+    step = division.windows[0].step
+    condition = condition_of(step.site if step is not None else None) or f"if i % {full} == 0:"
+    if first and (counter := re.search(r"(\w+) %", condition)):
+        return Change(condition, condition.replace(counter[0], f"({counter[1]} + 1) %", 1))
     return scaled_backward(division.site, "/ pieces_in_this_window", full)
 
 
@@ -135,7 +154,8 @@ def mean_of_means(division: Division) -> Finding | None:
         max(size.error, 0.02),
         division.site,
         scaled_backward(division.site, "* items / items_of_the_window", divisor(division)),
-        "Each piece divides by its own items; items of a short piece then count more than those of a long one.",
+        "Each piece divides by its own items; items of a short piece then count more than those of a long one."
+        + counted_items(division),
         measured.error if measured is not None else None,
     )
 

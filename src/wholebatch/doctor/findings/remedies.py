@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import linecache
 import re
 
 from wholebatch.finding import Change
 from wholebatch.site import Site
 
-NAMED_LOSS = re.compile(r"([A-Za-z_][\w.\[\]\"']*)\.backward\(")
+PAIRS = {")": "(", "]": "[", "}": "{"}
 SCALED_LOSS = re.compile(r"scale\((.+)\)\.backward\(")
 ACCELERATE = re.compile(r"backward\((.+)\)")
 
@@ -24,6 +25,11 @@ def scaled_backward(site: Site | None, factor: str, undo: int = 0) -> Change:
     undo: a whole number that the loss has been divided by already, where it is divided before the line.
     """
     framework = site.framework if site is not None else None
+    if framework == "wholebatch":
+        return Change(
+            line_of(site, "wb.backward(model, loss_fn, micro_batch)"),
+            "wb.backward(model, loss_fn, wb.Window(micro_batches))  # once a window, with all its micro-batches",
+        )
     if framework in ("transformers", "trl"):
         return in_trainer(site)
     if framework in ("lightning", "pytorch_lightning"):
@@ -38,9 +44,42 @@ def scaled_backward(site: Site | None, factor: str, undo: int = 0) -> Change:
     if match := SCALED_LOSS.search(text):
         return Change(text, text.replace(f"scale({match[1]})", f"scale(({undone(match[1])}) {factor})", 1))
     back = f"* {undo} " if undo else ""
-    if match := NAMED_LOSS.search(text):
-        return Change(text, text.replace(f"{match[1]}.backward(", f"({match[1]} {back}{factor}).backward(", 1))
+    if loss := before_backward(text):
+        return Change(text, text.replace(f"{loss}.backward(", f"({loss} {back}{factor}).backward(", 1))
     return Change(text, f"(loss {factor}).backward()")
+
+
+def before_backward(text: str) -> str:
+    """Return the expression whose backward a line calls, empty where the line does not hold all of it."""
+    end = start = text.find(".backward(")
+    open_brackets: list[str] = []
+    while start > 0:
+        before = text[start - 1]
+        if before in PAIRS:
+            open_brackets.append(PAIRS[before])
+        elif open_brackets and before == open_brackets[-1]:
+            open_brackets.pop()
+        elif not open_brackets and not (before.isalnum() or before in "_."):
+            break
+        start -= 1
+    return text[start:end] if end > 0 and not open_brackets else ""
+
+
+def condition_of(site: Site | None) -> str:
+    """Return the condition that the line at `site` stands under, empty where it stands under none."""
+    if site is None:
+        return ""
+    lines = linecache.getlines(site.file)[: site.line]
+    depth = indentation(lines[-1]) if lines else 0
+    for line in reversed(lines):
+        if line.strip() and indentation(line) < depth:
+            return line.strip() if line.strip().startswith("if ") else ""
+    return ""
+
+
+def indentation(line: str) -> int:
+    """Return how far a line is indented."""
+    return len(line) - len(line.lstrip())
 
 
 def undone(expression: str) -> str:
