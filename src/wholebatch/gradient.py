@@ -210,7 +210,7 @@ def accumulate(
         gradients.begin(survey.parameters, also, ranks.views, wide)
         run = _Run(survey, loss_fn, pieces, scaler, ranks, gradients, auto, chosen)
         run.first = watch_for(survey, loss_fn, len(pieces), chosen, ranks, splits=auto is not None)
-        pending = run.pending().noted(survey, verified)
+        pending = run.pending().noted(survey, run.first.said or verified)
         gradients.end()
         return pending
 

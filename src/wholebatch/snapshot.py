@@ -30,10 +30,12 @@ class Moved(NamedTuple):
     Attributes:
         name: where it is, such as ``head.normaliser`` or ``Criterion.center``.
         kind: "buffer", "parameter", "frozen parameter", "tensor", "array", "value" or "generator".
+        shape: of the tensor that is there now.
     """
 
     name: str
     kind: str
+    shape: tuple[int, ...] = ()
 
 
 class Snapshot:
@@ -55,7 +57,7 @@ class Snapshot:
         >>> before = Snapshot(Survey(model))
         >>> model.calls += 1
         >>> before.moved()
-        [Moved(name='calls', kind='value')]
+        [Moved(name='calls', kind='value', shape=())]
         >>> before.restore()
         []
         >>> model.calls
@@ -137,7 +139,7 @@ class Snapshot:
             for key in dict.fromkeys((*saved, *now)):
                 if key not in saved or key not in now or not self._same(saved[key], now[key]):
                     value = now.get(key, saved.get(key))
-                    yield Moved(holder.place(key), kind_of(holder, key, value))
+                    yield Moved(holder.place(key), kind_of(holder, key, value), _shape_of(value))
 
     def _same(self, was: Any, now: Any) -> bool:
         """Compare what a place held with what it holds; what an object holds itself is compared elsewhere."""
@@ -155,6 +157,10 @@ class Snapshot:
         if isinstance(was, dict):
             return was.keys() == now.keys() and all(self._same(was[key], now[key]) for key in was)
         return False
+
+
+def _shape_of(value: Any) -> tuple[int, ...]:
+    return tuple(value.shape) if isinstance(value, Tensor) else ()
 
 
 def kind_of(holder: Holder, key: Hashable, value: Any) -> str:

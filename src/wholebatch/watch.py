@@ -21,6 +21,7 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
 
 from wholebatch.draws import place_of, uncompiled
 from wholebatch.errors import InexactError
@@ -55,7 +56,13 @@ WATCHED: weakref.WeakKeyDictionary[nn.Module, set[Key]] = weakref.WeakKeyDiction
 
 
 class Unwatched:
-    """A window like one that has been watched already: nothing is looked at."""
+    """A window like one that has been watched already: nothing is looked at.
+
+    Attributes:
+        said: what could not be shown of the window, in words.
+    """
+
+    said = ""
 
     def forward(self) -> AbstractContextManager[None]:
         """Run a forward."""
@@ -147,6 +154,10 @@ class Watch(Unwatched):
         passed = {"generator"} if self._chosen is None else {"generator", "buffer"}
         moved = [each for each in self._start.moved() if each.kind not in passed]
         if moved and matters(self._start, Snapshot(self._survey, self._loss_fn, keep=KEPT), lambda: say(pieces[-1])):
+            carried = handed_on(moved, pieces)
+            if carried:
+                self.said = f"not verified: each micro-batch hands {', '.join(carried[:LISTED])} on to the next one"
+                return
             WATCHED[self._survey.model].remove(self._key)
             self._put_back()
             raise InexactError(
@@ -222,6 +233,19 @@ def matters(start: Snapshot, here: Snapshot, say: Callable[[], Answer | None]) -
         return False
     finally:
         here.restore()
+
+
+def handed_on(moved: Sequence[Moved], pieces: Sequence[Piece]) -> list[str]:
+    """Name the states of single rows that ready-made micro-batches hand on, as chunks of time do: nothing else is.
+
+    Such a state is a tensor as wide as the micro-batch: it belongs to these rows. Averages, centres and counters are
+    not. In a batch that is cut here, no micro-batch comes after another one.
+    """
+    if any(piece.is_cut for piece in pieces):
+        return []
+    given = pytree.tree_leaves(pieces[0].cut(pieces[0].index))
+    widths = {size for leaf in given if isinstance(leaf, Tensor) for size in leaf.shape[:2]} - {1}
+    return [each.name for each in moved if each.kind == "tensor" and widths & set(each.shape)]
 
 
 def listed(moved: Sequence[Moved]) -> str:

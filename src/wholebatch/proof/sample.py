@@ -62,12 +62,12 @@ def samples_of(batch: Any, pieces: Sequence[Piece], options: Options) -> Iterato
     if several and several[0].lengths:
         limit = max(piece.held for piece in pieces)
         yield from _mixed(several[0].cut, several[0].lengths, limit)
+    else:
+        yield from _spread(pieces, names, options.get("collate") is not None)
     for piece in _by_difference(several[: 1 if options.get("collate") else CANDIDATES], names):
         yield split(piece.cut, piece.index, "rows", _marks(piece.cut(piece.index), names))
     if not several and isinstance(batch, Window):
         yield from _joined_ready(batch, names)
-    elif not several and len(pieces) > 1:
-        yield from _joined(pieces[0], pieces[1])
 
 
 def others_of(sample: Sample, batch: Any, pieces: Sequence[Piece], options: Options) -> Iterator[Sample]:
@@ -97,6 +97,19 @@ def _mixed(cut: Cut, lengths: Sequence[int], limit: int) -> Iterator[Sample]:
     rows = [order[0], *order[1:][-2:]]
     if len(rows) > 1 and len(rows) * lengths[rows[0]] <= limit:
         yield Sample(cut, rows, (rows[:1], rows[1:]), "rows of different length")
+
+
+def _spread(pieces: Sequence[Piece], names: Sequence[str], samples: bool) -> Iterator[Sample]:
+    """As many rows as a micro-batch has, from all over the batch and as different as they come."""
+    first = pieces[0]
+    if len(pieces) < 2 or any(piece.cut != first.cut for piece in pieces):
+        return
+    rows = [row for piece in pieces for row in piece.index]
+    marks = [] if samples else _marks(first.cut(rows), names)
+    order = sorted(range(len(rows)), key=marks.__getitem__) if marks else range(len(rows))
+    size = max(first.rows, 2)
+    places = [order[i * (len(rows) - 1) // (size - 1)] for i in range(size)]
+    yield split(first.cut, [rows[place] for place in places], "rows", [marks[place] for place in places if marks])
 
 
 def _joined(one: Piece, two: Piece) -> Iterator[Sample]:

@@ -10,7 +10,7 @@ from wholebatch.errors import InexactError, LossError, SplitError, WholeBatchErr
 from wholebatch.memory import is_out_of_memory, release
 from wholebatch.proof.sample import Sample, others_of
 from wholebatch.proof.trial import Outcome, Trial
-from wholebatch.watch import alone
+from wholebatch.watch import alone, handed_on
 from wholebatch.window import Piece, Window
 
 USER_ERRORS = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, AssertionError)
@@ -147,8 +147,10 @@ class Judge:
         if not self._ready_made:
             return
         if outcome.moved and not self.trial.repeat(sample, carry=True).adds_up:
-            names = ", ".join(repr(each.name) for each in outcome.moved[:3])
-            raise NotTried(f"each micro-batch moves {names}, on which the next one depends")
+            carried = handed_on(outcome.moved, self.pieces)
+            if not carried:
+                return
+            raise NotTried(f"each micro-batch hands {', '.join(carried[:3])} on to the next one")
         shared = [leaf for leaf in Nest(sample.cut(sample.whole)).leaves if leaf.rows == len(sample.whole)]
         if len(shared) < 2 or max(len(leaf.shape) for leaf in shared) < 2:
             raise NotTried(
