@@ -337,12 +337,21 @@ def _refuse_window_inside(gradients: Gradients) -> None:
     _RUNNING.windows.add(gradients)
 
 
-def nodes_of(outputs: Iterable[Tensor]) -> list[Node]:
-    """List the nodes of the graph that a backward pass from these outputs would run through."""
+def nodes_of(outputs: Iterable[Tensor], ends: list[Node] | None = None) -> list[Node]:
+    """List the nodes of the graph that a backward pass from these outputs would run through.
+
+    Every micro-batch is walked through, and each question to a node takes a while: it is asked once.
+
+    Args:
+        ends: takes those behind which there are no others.
+    """
     nodes = [node for node in (output.grad_fn for output in outputs) if node is not None]
     seen = set(nodes)
     for node in nodes:  # which grows meanwhile
-        for following, _ in node.next_functions:
+        further = node.next_functions
+        if not further and ends is not None:
+            ends.append(node)
+        for following, _ in further:
             if following is not None and following not in seen:
                 seen.add(following)
                 nodes.append(following)
@@ -351,8 +360,9 @@ def nodes_of(outputs: Iterable[Tensor]) -> list[Node]:
 
 def leaves_of(outputs: Iterable[Tensor]) -> list[Tensor]:
     """List the leaf tensors that a backward pass from these outputs would reach."""
-    nodes = nodes_of(outputs)
-    return [node.variable for node in nodes if hasattr(node, "variable") and not node.next_functions]
+    ends: list[Node] = []
+    nodes_of(outputs, ends)
+    return [end.variable for end in ends if hasattr(end, "variable")]
 
 
 def foreign_leaves(outputs: Sequence[Tensor], survey: Survey) -> list[Tensor]:
