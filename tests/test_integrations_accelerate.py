@@ -221,3 +221,43 @@ def test_two_ranks_are_given_windows(ranks: Ranks) -> None:
     for steps in ranks.run(on_a_rank, False, True, seconds=60.0):
         for ours, reference in zip(steps, references(12, loss=several_meant), strict=True):
             assert_same_gradient(ours, reference)
+
+
+def test_a_window_of_several_models_and_of_a_parameter_outside_of_them() -> None:
+    torch.manual_seed(0)
+    encoder, head = nn.Linear(6, 5).double(), nn.Linear(5, 3).double()
+    temperature = nn.Parameter(torch.tensor(1.5).double())
+    rows, labels = torch.randn(20, 6).double(), torch.randint(0, 3, (20,))
+    leaves = [encoder.weight, head.weight, temperature]
+    whole = F.cross_entropy(head(encoder(rows)) * temperature, labels)
+    expected = torch.autograd.grad(whole, leaves)
+    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=3)
+    encoder, head = accelerator.prepare(encoder, head)
+    window = door.Window(accelerator, head)
+    for start, end in ((0, 3), (3, 7), (7, 20)):
+        with accelerator.accumulate(encoder, head):
+            logits = head(encoder(rows[start:end])) * temperature
+            window.backward(wb.mean(F.cross_entropy(logits, labels[start:end], reduction="none")))
+    for leaf, gradient in zip(leaves, expected, strict=True):
+        assert leaf.grad is not None
+        torch.testing.assert_close(leaf.grad, gradient)
+    assert float(window.loss) == pytest.approx(float(whole.detach()))
+
+
+@pytest.mark.parametrize("hidden", [False, True], ids=["registered", "hidden"])
+def test_batch_norm_in_a_window_is_refused_and_chosen(hidden: bool) -> None:
+    norm, head = nn.BatchNorm1d(6), nn.Linear(6, 3)
+    model = nn.Sequential(nn.Linear(6, 6), head) if hidden else nn.Sequential(nn.Linear(6, 6), norm, head)
+
+    def loss_of(rows: Tensor) -> Any:
+        outputs = head(norm(model[0](rows))) if hidden else model(rows)
+        return wb.mean(outputs.square().mean(1))
+
+    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
+    with accelerator.accumulate(model), pytest.raises(wb.InexactError, match=r'BatchNorm.*batch_norm="micro"'):
+        door.Window(accelerator, model).backward(loss_of(torch.randn(4, 6)))
+    assert all(parameter.grad is None for parameter in model.parameters())
+    window = door.Window(accelerator, model, batch_norm="micro")
+    for _ in range(2):
+        with accelerator.accumulate(model):
+            window.backward(loss_of(torch.randn(4, 6)))

@@ -282,3 +282,74 @@ def test_two_ranks(ranks: Ranks, kind: str, loss: Any) -> None:
 def test_lightning_by_itself_is_off_on_two_ranks(ranks: Ranks) -> None:
     for ours, reference in zip(ranks.run(on_a_rank, "lightning", seconds=60.0)[0], interleaved(4, mean), strict=True):
         assert_differs(ours, reference, by=0.05)
+
+
+class Skipping(Module):
+    """A step that returns None for some micro-batches, and logs what it returns."""
+
+    def __init__(self, skipped: tuple[int, ...], **more: Any) -> None:
+        super().__init__(**more)
+        self.skipped, self.logged = skipped, []
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Any:
+        if batch_idx in self.skipped:
+            return None
+        loss = super().training_step(batch, batch_idx)
+        self.logged.append((float(loss.detach()), float(mean(self.model, batch).detach())))
+        return loss
+
+
+@pytest.mark.parametrize("k", [1, 2], ids=["single", "window"])
+def test_a_window_in_which_nothing_is_returned_is_passed_over(k: int) -> None:
+    module = Skipping((2, 3))
+    fit(module, [door.Exact()], accumulate_grad_batches=k)
+    assert len(module.logged) == 5
+
+
+def test_what_a_step_returns_shows_the_loss_of_its_micro_batch() -> None:
+    module = Skipping(())
+    fit(module, [door.Exact()])
+    for shown, true in module.logged:
+        assert shown == pytest.approx(true, rel=1e-5)
+
+
+def test_a_tuner_that_puts_callbacks_away_finds_a_learning_rate() -> None:
+    from lightning.pytorch.tuner import Tuner
+
+    module = Module(rate=0.01)
+    module.lr = 0.01
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = lightning.Trainer(
+            accelerator="cpu",
+            max_epochs=1,
+            accumulate_grad_batches=STEPS,
+            callbacks=[door.Exact()],
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            default_root_dir=folder,
+        )
+        assert Tuner(trainer).lr_find(module, loader(), num_training=3) is not None
+
+
+class Normed(Module):
+    """A tagger with a BatchNorm, registered or held where no module looks."""
+
+    def __init__(self, hidden: bool) -> None:
+        super().__init__()
+        norm = nn.BatchNorm1d(6)
+        self.norm = [norm] if hidden else nn.ModuleList([norm])
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Any:
+        normed = self.norm[0](batch["x"].mT).mT
+        return door.whole(self, stated(self.model, {**batch, "x": normed}))
+
+
+@pytest.mark.parametrize("hidden", [False, True], ids=["registered", "hidden"])
+def test_batch_norm_that_runs_in_a_window_is_refused_and_chosen(hidden: bool) -> None:
+    with pytest.raises(wb.InexactError, match=r'BatchNorm.*Exact\(batch_norm="micro"\)'):
+        fit(Normed(hidden), [door.Exact()])
+    module = Normed(hidden)
+    fit(module, [door.Exact(batch_norm="micro")])
+    assert len(module.steps) == 2

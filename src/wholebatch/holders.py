@@ -51,7 +51,7 @@ class Registered(str):
 
 def holders_of(name: str, value: Any) -> list[Holder]:
     """List the holders that a value is made of: none for a number, a text, a tensor, or what nothing is known of."""
-    if isinstance(value, nn.Module):
+    if issubclass(type(value), nn.Module):  # a weak proxy only says that it is one
         return _of_module(name, value)
     if isinstance(value, types.MethodType):
         return [_fixed(name, value, {"": value.__self__, "()": value.__func__})]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import accelerate
 from torch import Tensor, nn
@@ -12,7 +12,9 @@ from typing_extensions import Unpack
 import wholebatch as wb
 from wholebatch.errors import InexactError
 from wholebatch.integrations.boundary import Boundary
+from wholebatch.integrations.watching import FirstWindow
 from wholebatch.options import Options
+from wholebatch.precision import leaves_of
 from wholebatch.sizes import Size
 
 SERVED = ("NO", "MULTI_CPU", "MULTI_GPU")
@@ -68,13 +70,16 @@ class Window:
 
     Args:
         accelerator: whose `accumulate` the loop uses.
-        model: as `accelerator.prepare` returned it.
+        *models: as `accelerator.prepare` returned them. Parameters that the losses reach outside of them, such as a
+            temperature, are brought to the true denominator too.
+        batch_norm: "micro" lets each micro-batch normalise by itself; None refuses BatchNorm in training mode.
 
     Attributes:
         loss: the true loss of the last window, over all ranks; None before its end.
 
     Raises:
-        InexactError: where Accelerate's back end makes the step itself; it is named.
+        InexactError: where Accelerate's back end makes the step itself; it is named. In the first window, for BatchNorm
+            layers that run with the statistics of a micro-batch, and for hooks that step within the backward.
 
     Example:
         >>> accelerator = accelerate.Accelerator(cpu=True)
@@ -84,23 +89,43 @@ class Window:
         ...     window.backward(wb.mean(model(torch.randn(4, 3)).square()))
     """
 
-    def __init__(self, accelerator: accelerate.Accelerator, model: nn.Module) -> None:
+    def __init__(
+        self, accelerator: accelerate.Accelerator, *models: nn.Module, batch_norm: Literal["micro"] | None = None
+    ) -> None:
         _refuse(accelerator)
+        if not models:
+            raise TypeError("Window has no model. Pass what accelerator.prepare returned: Window(accelerator, model).")
         self.loss: Tensor | None = None
-        self._accelerator, self._model = accelerator, model
+        self._accelerator, self._models = accelerator, models
         self._boundary = Boundary()
+        self._first = FirstWindow({"batch_norm": batch_norm}, 'Choose Window(..., batch_norm="micro") (as usual)')
+        self._reached: dict[int, Tensor] = {}
+        self._open = False
 
     def backward(self, returned: Any) -> None:
         """Go back from what a loss function returned: any form that `wb.backward` knows.
 
         Raises:
             LossError: for a bare number, or terms with different denominators.
+            InexactError: in the first window, for what makes micro-batches depend on the cut.
         """
         accelerator = self._accelerator
         steps = accelerator.gradient_accumulation_steps
+        if not self._open:
+            self._first.begin(self._models, steps * accelerator.num_processes)
+            self._open = True
         share = self._boundary.share(returned, steps)
+        self._first.look(share)
+        self._reached.update((id(leaf), leaf) for leaf in leaves_of([share]))
         accelerator.backward(share * steps)  # which divides by them
-        self.loss = self._boundary.close(self._model.parameters()) if accelerator.sync_gradients else None
+        self.loss = self._close() if accelerator.sync_gradients else None
+
+    def _close(self) -> Tensor:
+        """Bring the gradients of the models, and of all that the losses reached, to the window's denominator."""
+        inside = {id(p): p for model in self._models for p in model.parameters()}
+        reached: dict[int, Tensor] = {**inside, **self._reached}
+        self._reached, self._open = {}, False
+        return self._boundary.close(list(reached.values()))
 
 
 def _refuse(accelerator: accelerate.Accelerator) -> None:

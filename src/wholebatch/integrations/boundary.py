@@ -48,7 +48,9 @@ class Boundary:
         self._tally = Tally()
 
     def share(self, returned: Any, pieces: int) -> Tensor:
-        """Return this micro-batch's share of the loss, over a provisional denominator.
+        """Return a number with the value of this micro-batch's loss, and with the gradient of its provisional share.
+
+        So what is logged is the loss that the loop knows, and what goes back is divided by one number for the window.
 
         Args:
             returned: any form that `wb.backward` knows, with one denominator.
@@ -73,7 +75,10 @@ class Boundary:
         if not self._provisional:
             items = float(next(iter(answer.terms.values())).count) * pieces
             self._provisional = max(map(float, everywhere(power_of_two(items))))
-        return torch.stack([term.total * term.weight for term in answer.terms.values()]).sum() / self._provisional
+        share = torch.stack([term.total * term.weight for term in answer.terms.values()]).sum() / self._provisional
+        known = [term for term in answer.terms.values() if float(term.count)]
+        shown = torch.stack([term.value.detach() for term in known]).sum() if known else torch.zeros_like(share)
+        return share + (shown.to(share) - share).detach()
 
     @torch.no_grad()
     def close(self, parameters: Iterable[Tensor]) -> Tensor:
@@ -85,6 +90,9 @@ class Boundary:
         here, self._tally = self._tally.sums(), Tally()
         heard = [(schema, numbers) for schema, numbers in everywhere((here.schema, here.numbers(here.schema)))]
         schema = next((schema for schema, _ in heard if schema.terms), None)
+        held = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        if schema is None and not any(everywhere(bool(held))):
+            return torch.zeros(())  # nothing was learned in this window, on no rank
         if schema is None:
             raise LossError(
                 "The loop went back from a bare number, and over what that averages is not known. Say it: return "
@@ -92,9 +100,8 @@ class Boundary:
             )
         whole = Sums.of_numbers(schema, torch.stack([numbers for theirs, numbers in heard if theirs.terms]).sum(0))
         items = float(whole.denominator(*schema.terms[0]))
-        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         if items:
-            scale_(gradients, self._provisional * len(heard) / items)
+            scale_(held, self._provisional * len(heard) / items)
         else:
-            torch._foreach_zero_(gradients)
+            torch._foreach_zero_(held)
         return torch.as_tensor(whole.report(None)["loss"])

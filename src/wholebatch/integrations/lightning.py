@@ -7,7 +7,8 @@ whatever the loss averages over. The callback below undoes that and divides once
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
+from weakref import WeakKeyDictionary
 
 import lightning
 import torch
@@ -17,10 +18,14 @@ from typing_extensions import Unpack
 
 import wholebatch as wb
 from wholebatch.errors import InexactError, LossError
-from wholebatch.integrations.boundary import Boundary
+from wholebatch.integrations.boundary import Boundary, world
+from wholebatch.integrations.watching import FirstWindow
 from wholebatch.loss import read
 from wholebatch.options import Options
 from wholebatch.sizes import Size
+
+_ENDING: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
+"""Trainers that have been set up with the callback; their tuners run trials without it."""
 
 SERVED = ("SingleDeviceStrategy", "DDPStrategy")
 
@@ -33,18 +38,26 @@ class Exact(lightning.Callback):
 
     Args:
         log: the name under which each window's true loss is logged; None for no log.
+        batch_norm: "micro" lets each micro-batch normalise by itself; None refuses BatchNorm in training mode.
 
     Raises:
-        InexactError: on the start of training, under a strategy or optimizer that makes the step itself.
+        InexactError: on the start of training, under a strategy or optimizer that makes the step itself; in the first
+            window, for BatchNorm layers that run with the statistics of a micro-batch.
         LossError: at the first boundary, if `training_step` returned a bare number.
 
     Example:
         >>> trainer = lightning.Trainer(accumulate_grad_batches=8, callbacks=[Exact()])  # doctest: +SKIP
     """
 
-    def __init__(self, log: str | None = "train_loss") -> None:
+    def __init__(self, log: str | None = "train_loss", batch_norm: Literal["micro"] | None = None) -> None:
         self._log = log
         self._boundary: Boundary | None = None
+        self._first = FirstWindow({"batch_norm": batch_norm}, 'Choose Exact(batch_norm="micro") (as usual)')
+        self._open = False
+
+    def setup(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, stage: str) -> None:
+        """Let the trainer be known as one that ends its windows, also while a tuner has put its callbacks away."""
+        _ENDING[trainer] = True
 
     def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         """Refuse what cannot be exact, and begin."""
@@ -55,22 +68,32 @@ class Exact(lightning.Callback):
         self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, optimizer: torch.optim.Optimizer
     ) -> None:
         """Bring the window to its true denominator."""
+        self._open = False
         if self._boundary is not None:
             loss = self._boundary.close(pl_module.parameters())
             if self._log is not None:
                 pl_module.log(self._log, loss, prog_bar=True, batch_size=1)
 
-    def share(self, returned: Any, pieces: int) -> Tensor:
-        """Return the number from which Lightning goes back, which it will divide by `pieces`."""
+    def share(self, module: lightning.LightningModule, returned: Any, pieces: int) -> Tensor:
+        """Return the number from which Lightning goes back, which it will divide by `pieces`.
+
+        Its value is the loss of this micro-batch, its gradient that of the micro-batch's share.
+        """
         if self._boundary is None:
             raise LossError("No training has started, so there is no window. Call whole(self, ...) in training_step.")
-        return self._boundary.share(returned, pieces) * pieces
+        if not self._open:
+            self._first.begin([module], pieces * world())
+            self._open = True
+        share = self._boundary.share(returned, pieces)
+        self._first.look(share)
+        return share * pieces + (share * (1 - pieces)).detach()
 
 
 def whole(module: lightning.LightningModule, returned: Any) -> Tensor:
     """Return what `training_step` has to return for a loss that states what it averages over.
 
-    In validation and tests it is the loss of the batch alone.
+    Its value is the loss of the micro-batch alone, so it may be logged; its gradient is that of its share of the
+    window's. In validation and tests, and while a tuner looks for a learning rate or a batch size, it is that loss.
 
     Args:
         module: the module itself.
@@ -79,17 +102,17 @@ def whole(module: lightning.LightningModule, returned: Any) -> Tensor:
     Raises:
         LossError: for a bare number, terms with different denominators, or a trainer without `Exact`.
     """
-    if not module.trainer.training:
-        answer = read(returned, rows=1)
-        return torch.stack([term.value for term in ({} if answer is None else answer.terms).values()]).sum()
     trainer: Any = module.trainer
     found = [callback for callback in trainer.callbacks if isinstance(callback, Exact)]
+    if not trainer.training or (not found and trainer in _ENDING):
+        answer = read(returned, rows=1)
+        return torch.stack([term.value for term in ({} if answer is None else answer.terms).values()]).sum()
     if not found:
         raise LossError(
             f"whole(...) gives {type(module).__name__} a share of a window, and nothing ends the window. Add the "
             "callback: Trainer(..., callbacks=[Exact()])."
         )
-    return found[0].share(returned, trainer.accumulate_grad_batches)
+    return found[0].share(module, returned, trainer.accumulate_grad_batches)
 
 
 def backward(

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from wholebatch.errors import InexactError
 from wholebatch.options import Options
+from wholebatch.precision import nodes_of
 from wholebatch.refusals import refuse_inexact, refuse_moved
 from wholebatch.state import State
 from wholebatch.survey import Survey, uses_batch_statistics
@@ -76,13 +77,7 @@ class FirstWindow:
 
 def _batch_statistics(loss: Tensor) -> Iterator[str]:
     """Name the steps of a loss's graph that normalised by the statistics of their rows."""
-    waiting, seen = [loss.grad_fn], set()
-    while waiting:
-        node: Any = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
+    for node in nodes_of([loss]):
         name = node.name()
         if "SyncBatchNorm" in name or ("BatchNorm" in name and getattr(node, "_saved_training", False)):
             yield name
-        waiting += [following for following, _ in node.next_functions]
