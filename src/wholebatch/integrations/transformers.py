@@ -40,7 +40,7 @@ DEFERRING = ("accumulate_in", "offload")
 def exact(trainer: type[T], micro_batch_size: Size = None, **options: Unpack[Options]) -> type[T]:
     """Return a subclass of a Trainer whose step is the whole window's, whatever `gradient_accumulation_steps`.
 
-    Everything else stays: arguments, callbacks, checkpoints, resuming, the engine (DDP, FSDP, DeepSpeed). The loss may
+    Everything else stays: arguments, callbacks, checkpoints, resuming. The loss may
     be the model's own, a `compute_loss_func` or an overridden `compute_loss`, and may return any form that
     `wb.backward` knows. What a bare number averages over is measured at the start and proven: a micro-batch against two
     uneven parts of it, in value and in gradient, by `items=` if it is given. What no count explains is refused. A class
@@ -443,6 +443,8 @@ def _refuse(trainer: _Inside, size: Size) -> None:
         "include_num_input_tokens_seen with a micro_batch_size, as samples are not collated when it counts": tokens,
         "several GPUs in one process (DataParallel; torchrun starts a process for each)": args.n_gpu > 1,
         "tensor, context or sequence parallelism": getattr(trainer.accelerator, "parallelism_config", None) is not None,
+        "deepspeed": trainer.is_deepspeed_enabled,
+        "fsdp": bool(trainer.is_fsdp_enabled),
         "a model sharded when it was loaded": getattr(trainer, "is_distributed_loading_by_transformers", False),
         "auto_find_batch_size, which trains on smaller batches (say micro_batch_size=wb.Auto(...))": (
             args.auto_find_batch_size
