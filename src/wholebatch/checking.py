@@ -9,7 +9,7 @@ from torch import nn
 from typing_extensions import Unpack
 
 from wholebatch.comparison import Comparison
-from wholebatch.errors import InexactError
+from wholebatch.errors import InexactError, plainly
 from wholebatch.finding import Finding
 from wholebatch.gradient import LossFunction
 from wholebatch.measuring import Measurement
@@ -72,6 +72,7 @@ class Check:
         return "\n".join([head, *(f"  {finding.line()}" for finding in self.findings), *untried, *self.notes])
 
 
+@plainly
 def check(
     model: nn.Module,
     loss_fn: LossFunction,

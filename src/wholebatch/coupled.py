@@ -24,7 +24,7 @@ from typing_extensions import Unpack
 
 from wholebatch.denominators import Provisional
 from wholebatch.encoding import Encode, Encoder, Turn, summed
-from wholebatch.errors import LossError, OutOfMemoryError, SplitError, SyncError
+from wholebatch.errors import LossError, OutOfMemoryError, SplitError, SyncError, plainly
 from wholebatch.gathering import everyone
 from wholebatch.gradient import Pending, Result
 from wholebatch.loss import Answer, Mean, read
@@ -73,6 +73,7 @@ class Coupled:
         return list(self.encode) if isinstance(self.encode, Sequence) else [self.encode]
 
 
+@plainly
 def coupled_backward(
     model: nn.Module,
     encode: Encode | Sequence[Encode],

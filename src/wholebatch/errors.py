@@ -5,7 +5,19 @@ Every message says what is wrong with the values, why it matters, and the call t
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import ParamSpec, TypeVar
+
 import torch
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+INSIDE = (str(Path(__file__).parent), str(Path(torch.__file__).parent))
+"""Where frames say nothing to somebody whose call was wrong."""
 
 
 class WholeBatchError(Exception):
@@ -34,3 +46,33 @@ class SyncError(WholeBatchError, RuntimeError):
 
 class OutOfMemoryError(WholeBatchError, torch.OutOfMemoryError):
     """One row alone does not fit into memory."""
+
+
+def plainly(function: Callable[P, R]) -> Callable[P, R]:
+    """Let the errors of wholebatch leave a public function with the frames of the user's own code alone.
+
+    What is wrong stands in the message, and where it was written in the user's frames: the call, and the line of the
+    loss function if it came that far. Other errors keep all of theirs.
+    """
+
+    @functools.wraps(function)
+    def called(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return function(*args, **kwargs)
+        except WholeBatchError as error:
+            raise error.with_traceback(_outside(error.__traceback__)) from error.__cause__
+
+    return called
+
+
+def _outside(trace: TracebackType | None) -> TracebackType | None:
+    """Return a traceback without the frames of wholebatch and torch."""
+    frames = []
+    while trace is not None:
+        if not trace.tb_frame.f_code.co_filename.startswith(INSIDE):
+            frames.append(trace)
+        trace = trace.tb_next
+    kept: TracebackType | None = None
+    for each in reversed(frames):
+        kept = TracebackType(kept, each.tb_frame, each.tb_lasti, each.tb_lineno)
+    return kept

@@ -31,7 +31,7 @@ from wholebatch.denominators import (
     stated_divisors,
     uniform,
 )
-from wholebatch.errors import LossError, SyncError
+from wholebatch.errors import LossError, SyncError, plainly
 from wholebatch.flags import Flags
 from wholebatch.loss import Answer, Count, read
 from wholebatch.norms import Pooled, pooled
@@ -85,6 +85,7 @@ class Result:
     without_gradient: tuple[str, ...] = field(default=(), kw_only=True)
 
 
+@plainly
 def backward(
     model: nn.Module,
     loss_fn: LossFunction,

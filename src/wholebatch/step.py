@@ -16,7 +16,7 @@ from typing_extensions import Unpack
 
 from wholebatch.buffers import Buffers
 from wholebatch.coupled import Coupled, accumulate_coupled, checked_for_all_rows
-from wholebatch.errors import LossError, NonFiniteError
+from wholebatch.errors import LossError, NonFiniteError, plainly
 from wholebatch.gradient import LossFunction, Pending, Result, accumulate
 from wholebatch.loss import Count
 from wholebatch.options import STEP, Options, checked, checked_scaler
@@ -106,6 +106,7 @@ class Step:
             checked_for_all_rows(options)
         self.windows = self.steps = self.rows = 0
 
+    @plainly
     def __call__(self, batch: Any) -> StepResult:
         """Run one window and step if it can be stepped.
 
