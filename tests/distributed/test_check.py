@@ -42,7 +42,8 @@ def run(loss_fn: Any, wrapped: bool, choice: Any) -> Any:
     whole = torch.randn(11, 5, generator=draws), torch.randint(0, 3, (11,), generator=draws)
     share = tuple(part.split([7, 4])[dist.get_rank()] for part in whole)
     model = DistributedDataParallel(net(choice is not None)) if wrapped else net(choice is not None)
-    report = wb.check(model, loss_fn, share, 4, batch_norm=choice)
+    alone: dict[str, Any] = {} if wrapped else {"sync": "alone"}
+    report = wb.check(model, loss_fn, share, 4, batch_norm=choice, **alone)
     return report.verdict, [finding.rule for finding in report.findings], report.notes
 
 
@@ -62,6 +63,15 @@ def test_a_model_that_is_not_wrapped_says_what_it_was_compared_with(two_ranks: R
     for verdict, _, notes in two_ranks.run(run, values, False, None, seconds=90.0):
         assert verdict == "exact"
         assert "not wrapped" in notes[0]
+
+
+def bare() -> None:
+    wb.check(net(False), values, (torch.randn(5, 5), torch.randint(0, 3, (5,))), 4)
+
+
+def test_a_model_that_is_not_wrapped_is_asked_about_as_by_backward(two_ranks: Ranks) -> None:
+    with pytest.raises(RanksError, match='sync="alone"'):
+        two_ranks.run(bare, seconds=60.0)
 
 
 def test_a_rank_that_fails_ends_all_of_them(two_ranks: Ranks) -> None:
