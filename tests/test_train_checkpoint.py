@@ -154,6 +154,44 @@ def test_weights_of_another_model_are_refused(tmp_path: Path) -> None:
         found.restore(nn.Linear(4, 2))
 
 
+@pytest.mark.parametrize("name", ["model.safetensors", "state.pt"])
+def test_files_of_two_steps_are_not_mixed(tmp_path: Path, name: str) -> None:
+    """As two writers of one folder would leave them: each file whole, and the hashes those of what lies there."""
+    save(tmp_path / "one", 1.0, step=1)
+    save(tmp_path / "two", 2.0, step=2)
+    (tmp_path / "one" / "checkpoint" / name).replace(tmp_path / "two" / "checkpoint" / name)
+    vouch(tmp_path / "two" / "checkpoint", name)
+    with pytest.raises(RunError, match=rf"{name} is of step 1, but checkpoint.json of step 2: files of two"):
+        weight(tmp_path / "two")
+
+
+def test_what_no_hash_vouches_for_is_not_loaded(tmp_path: Path) -> None:
+    save(tmp_path, 1.0)
+    about = tmp_path / "checkpoint" / "checkpoint.json"
+    about.write_text(json.dumps({**json.loads(about.read_text()), "files": {}}))
+    with pytest.raises(RunError, match="says files in a way that no checkpoint does"):
+        checkpoint.read(tmp_path)
+
+
+def test_a_killed_writer_leaves_nothing_once_the_run_goes_on(tmp_path: Path) -> None:
+    save(tmp_path, 1.0)
+    (tmp_path / "checkpoint").rename(tmp_path / "checkpoint.old")
+    (tmp_path / "checkpoint.new.123").mkdir()
+    checkpoint.recover(tmp_path)
+    assert weight(tmp_path) == 1.0
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
+    (tmp_path / "checkpoint.old").mkdir()
+    checkpoint.tidy(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
+
+
+def vouch(folder: Path, name: str) -> None:
+    """Make the hash of a file anew, as whoever crafts a checkpoint can."""
+    described = json.loads((folder / "checkpoint.json").read_text())
+    described["files"][name] = checkpoint._identity(folder / name)
+    (folder / "checkpoint.json").write_text(json.dumps(described))
+
+
 class Trap:
     """Would run code when unpickled."""
 
@@ -166,10 +204,7 @@ def test_a_state_that_would_run_code_is_refused(tmp_path: Path, monkeypatch: pyt
     save(tmp_path, 1.0)
     state = tmp_path / "checkpoint" / "state.pt"
     torch.save({"step": Trap()}, state)
-    about = tmp_path / "checkpoint" / "checkpoint.json"
-    described = json.loads(about.read_text())
-    described["files"]["state.pt"] = checkpoint._identity(state)
-    about.write_text(json.dumps(described))
+    vouch(tmp_path / "checkpoint", "state.pt")
     found = checkpoint.read(tmp_path)
     assert found is not None
     with pytest.raises(RunError, match="cannot be loaded"):

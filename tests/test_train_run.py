@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -239,7 +240,8 @@ def test_a_line_cut_off_by_a_kill_is_written_again(texts: Path) -> None:
 def test_a_run_killed_before_its_first_checkpoint_begins_again(texts: Path) -> None:
     whole, _ = run(config(texts, out=texts.parent / "whole"))
     folder = texts.parent / "begun"
-    RunFolder.create(folder, replace(config(texts), out=None))
+    with ExitStack() as held:
+        RunFolder.create(folder, replace(config(texts), out=None), held)
     (folder / "metrics.jsonl").write_text('{"step": 1}\n{"st')
     again, shown = run(Config(resume=folder))
     assert shown.said("resumed") == ["from the beginning: no checkpoint was written yet"]

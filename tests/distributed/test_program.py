@@ -128,6 +128,23 @@ def test_a_killed_worker_is_replaced_and_the_run_ends_as_if_nothing_had_happened
     assert same_files(folder / out / "checkpoint", folder / undisturbed / "checkpoint", parallel)
 
 
+def test_workers_whose_torchrun_was_killed_save_and_end_and_nobody_writes_beside_them(folder: Path) -> None:
+    """Two writers of one folder would mix their checkpoints; what goes on must be what one run alone would do."""
+    out, steps = "orphaned", ("--steps", "2000", "--save-every", "1")
+    process = start(folder, out, 2, *steps)
+    await_step(folder, out, 3)
+    workers = workers_of(process)
+    process.kill()
+    process.wait()
+    process.communicate(timeout=SECONDS)  # until the workers, too, have closed what they write to
+    assert not any(is_running(worker) for worker in workers)
+    taken = len(metrics(folder, out))
+    assert 3 <= taken < 2000, "they end, and do not train on"
+    assert not (folder / out / "lock").exists()
+    described = json.loads((folder / out / "checkpoint" / "checkpoint.json").read_text())
+    assert described["step"] == taken, "nothing is lost"
+
+
 def same_files(ours: Path, theirs: Path, parallel: str) -> bool:
     if parallel == "ddp":
         first, second = (load_file(path / "model.safetensors") for path in (ours, theirs))
@@ -157,10 +174,20 @@ def await_step(folder: Path, out: str, step: int) -> None:
 
 def worker_of(torchrun: subprocess.Popen[str]) -> Any:
     """Find the last worker that torchrun started."""
+    return Worker(workers_of(torchrun)[-1])
+
+
+def is_running(process: int) -> bool:
+    """Tell whether a process runs; one that has ended but is still listed has no command line."""
+    line = Path(f"/proc/{process}/cmdline")
+    return line.exists() and line.read_bytes() != b""
+
+
+def workers_of(torchrun: subprocess.Popen[str]) -> list[int]:
+    """Find the processes that torchrun started."""
     tasks = Path(f"/proc/{torchrun.pid}/task").glob("*/children")
     children = sorted(int(child) for task in tasks for child in task.read_text().split())
-    workers = [pid for pid in children if b"wholebatch" in Path(f"/proc/{pid}/cmdline").read_bytes()]
-    return Worker(workers[-1])
+    return [pid for pid in children if b"wholebatch" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
 class Worker:

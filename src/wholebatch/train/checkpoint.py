@@ -5,7 +5,7 @@
     checkpoint/state.pt              optimizer, schedule and random state; read without running any pickled code
 
 At every moment either `checkpoint` or `checkpoint.old` is complete. A process killed while writing leaves
-`checkpoint.new`, which is never read.
+`checkpoint.new` with its number, which is never read, and taken away when the run goes on.
 """
 
 from __future__ import annotations
@@ -22,15 +22,18 @@ from pickle import UnpicklingError
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_model, save_model
 from torch import nn
 
-from wholebatch.train.errors import RunError
+from wholebatch.train.errors import RunError, remedy
 
 FORMAT = "wholebatch checkpoint"
 VERSION = 1
+CURRENT, NEW, OLD = "checkpoint", "checkpoint.new", "checkpoint.old"
 ABOUT, WEIGHTS, STATE = "checkpoint.json", "model.safetensors", "state.pt"
+SHARDS = ".metadata"
+"""Describes the shards that stand in the place of one file of weights."""
 
 
 @dataclass(frozen=True)
@@ -53,16 +56,40 @@ class Checkpoint:
         """Load the weights into a model, if they lie in one file, and return the state that was saved beside them.
 
         Raises:
-            RunError: if the weights are those of another model, or the state is not plain data.
+            RunError: if the weights are those of another model, the state is not plain data, or they are of
+                different steps.
         """
         try:
+            state: Any = torch.load(self.folder / STATE, map_location="cpu", weights_only=True)
+            if not isinstance(state, dict):
+                raise RuntimeError(f"{STATE} holds no state.")
+            self.compare(STATE, state.get("step"))
             if model is not None:
+                with safe_open(self.folder / WEIGHTS, "pt") as file:
+                    step = (file.metadata() or {}).get("step")
+                self.compare(WEIGHTS, None if step is None else int(step))
                 load_model(model, str(self.folder / WEIGHTS))
-            state: dict[str, Any] = torch.load(self.folder / STATE, map_location="cpu", weights_only=True)
-        except (RuntimeError, SafetensorError, UnpicklingError) as error:
+        except (RuntimeError, SafetensorError, UnpicklingError, EOFError, OSError, ValueError, KeyError) as error:
             first = " ".join(str(error).split())[:300]
             raise RunError(f"{self.folder} cannot be loaded into this model: {first}") from None
         return state
+
+    def compare(self, name: str, step: int | None) -> None:
+        """Hold the step that a file belongs to against that of the description.
+
+        Args:
+            name: of the file.
+            step: None where the file does not say it, as those of the first versions.
+
+        Raises:
+            RunError: if they are of different steps.
+        """
+        if step not in (None, self.step):
+            raise RunError(
+                f"{self.folder / name} is of step {step}, but {ABOUT} of step {self.step}: files of two checkpoints "
+                "were mixed. Bring back those that belong together, or start a new run from the same config: "
+                f"wholebatch train {self.folder.parent / 'config.yaml'} --out FOLDER."
+            )
 
 
 def save(
@@ -84,13 +111,14 @@ def save(
     Raises:
         RunError: if the disk is full or cannot be written; the checkpoint before stays, and stays complete.
     """
-    new, current, old = (run / name for name in ("checkpoint.new", "checkpoint", "checkpoint.old"))
-    with _cleaned(new, int(about["step"])):
+    new, current, old = unfinished(run), run / CURRENT, run / OLD
+    step = int(about["step"])
+    with _cleaned(new, step):
         shutil.rmtree(new, ignore_errors=True)
         new.mkdir(parents=True)
         if model is not None:  # save_model, not save_file: tied weights are stored once.
-            save_model(model, str(new / WEIGHTS), metadata={"format": "pt"})
-        torch.save(state, new / STATE)
+            save_model(model, str(new / WEIGHTS), metadata={"format": "pt", "step": str(step)})
+        torch.save({**state, "step": step}, new / STATE)
         if export is not None:
             export(new)
         files = {path.name: _identity(path) for path in sorted(new.iterdir())}
@@ -110,8 +138,25 @@ def save(
 
 
 def unfinished(run: Path) -> Path:
-    """Return where the checkpoint that is being written lies."""
-    return run / "checkpoint.new"
+    """Return where this process writes a checkpoint; no other one has this name."""
+    return run / f"{NEW}.{os.getpid()}"
+
+
+def recover(run: Path) -> None:
+    """Give a checkpoint that a killed writer had moved aside its name back, and take away what was half-written.
+
+    Call it with the run locked.
+    """
+    if not (run / CURRENT).exists() and (run / OLD).exists():
+        (run / OLD).rename(run / CURRENT)
+    for half in run.glob(f"{NEW}*"):
+        shutil.rmtree(half, ignore_errors=True)
+
+
+def tidy(run: Path) -> None:
+    """Take away the checkpoint before the current one, which has been read and is whole."""
+    if (run / CURRENT).exists():
+        shutil.rmtree(run / OLD, ignore_errors=True)
 
 
 def read(run: Path) -> Checkpoint | None:
@@ -120,28 +165,38 @@ def read(run: Path) -> Checkpoint | None:
     Raises:
         RunError: if it is torn, of another program, or written by a newer version; names the file.
     """
-    folders = [run / name for name in ("checkpoint", "checkpoint.old") if (run / name).exists()]
+    folders = [run / name for name in (CURRENT, OLD) if (run / name).exists()]
     if not folders:
         return None
     folder = folders[0]
     about = _about(folder)
     for name, identity in about["files"].items():
-        path = folder / name
-        if not path.is_file() or _identity(path) != identity:
-            found = f"has {path.stat().st_size:,} bytes" if path.is_file() else "is missing"
+        found = _found(folder / name, identity)
+        if found is not None:
             raise RunError(
-                f"{path} {found} and is not what was saved ({identity['bytes']:,} bytes): the checkpoint is torn. "
+                f"{folder / name} {found} and is not what was saved: the checkpoint is torn. "
                 "Restore the file, or start a new run from the same config: "
                 f"wholebatch train {run / 'config.yaml'} --out FOLDER."
             )
     return Checkpoint(folder, about["step"], about["config"], about["data"])
 
 
+def _found(path: Path, identity: object) -> str | None:
+    """Say what is there in the place of the file that was saved; None if it is that very file."""
+    try:
+        found = _identity(path)
+    except FileNotFoundError:
+        return "is missing"
+    except OSError as error:
+        return f"cannot be read ({error.strerror})"
+    return None if found == identity else f"has {found['bytes']:,} bytes"
+
+
 def _about(folder: Path) -> dict[str, Any]:
     path = folder / ABOUT
     try:
         about = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise RunError(f"{path} cannot be read ({error}): {folder} is torn, or no checkpoint of wholebatch.") from None
     if not isinstance(about, dict) or about.get("format") != FORMAT:
         raise RunError(f"{path} is not a {FORMAT}. --resume takes the folder of a run that wholebatch train began.")
@@ -153,6 +208,11 @@ def _about(folder: Path) -> dict[str, Any]:
     missing = {"step", "config", "data", "files"} - about.keys()
     if missing:
         raise RunError(f"{path} says nothing of {', '.join(sorted(missing))}: the checkpoint is torn.")
+    kinds = {"step": int, "config": dict, "data": str, "files": dict}
+    wrong = [name for name, kind in kinds.items() if type(about[name]) is not kind]
+    # What no hash vouches for must not be loaded.
+    if wrong or not about["files"].keys() >= {STATE} or not about["files"].keys() & {WEIGHTS, SHARDS}:
+        raise RunError(f"{path} says {', '.join(wrong) or 'files'} in a way that no checkpoint does: it is torn.")
     return about
 
 
@@ -166,7 +226,7 @@ def _cleaned(new: Path, step: int) -> Iterator[None]:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else " ".join(str(error).split())
         raise RunError(
             f"The checkpoint of step {step} could not be written to {new.parent}: {reason}. The one before is "
-            f"untouched. Make room, then go on with: wholebatch train --resume {new.parent}."
+            f"untouched. {remedy(error)}, then go on with: wholebatch train --resume {new.parent}."
         ) from error
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+
 from wholebatch.errors import WholeBatchError
 
 
@@ -15,3 +17,10 @@ class DataError(WholeBatchError):
 
 class RunError(WholeBatchError):
     """A run folder or its checkpoint cannot be used as it is, or cannot be written."""
+
+
+def remedy(error: BaseException) -> str:
+    """Return what helps against a file that could not be written: more room, or else what its error names."""
+    full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+    # safetensors tells the system's error in words alone.
+    return "Make room" if full or "No space left" in str(error) else "Mend that"

@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import os
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
 from wholebatch.train import config as settings
 from wholebatch.train.config import Config
-from wholebatch.train.errors import RunError
+from wholebatch.train.errors import RunError, remedy
+from wholebatch.train.lock import locked
 
 CONFIG, METRICS, SUMMARY = "config.yaml", "metrics.jsonl", "summary.json"
 
@@ -29,21 +31,39 @@ class RunFolder:
         self._metrics = path / METRICS
 
     @classmethod
-    def create(cls, path: Path | None, config: Config) -> RunFolder:
+    def create(cls, path: Path | None, config: Config, held: ExitStack) -> RunFolder:
         """Begin a new run, under `runs` if no path is named, and write its config.
 
+        Args:
+            path: the folder; made if it is not there.
+            config: settled.
+            held: keeps the folder locked until it is closed.
+
         Raises:
-            RunError: if the folder holds a run already, or cannot be written.
+            RunError: if the folder holds a run already, is written by another process, or cannot be written.
         """
-        path = path or _unused(Path("runs") / time.strftime("%Y%m%d-%H%M%S"))
-        if (path / CONFIG).exists():
+        folder = cls(_made(path))
+        held.enter_context(locked(folder.path))
+        if (folder.path / CONFIG).exists():
             raise RunError(
                 f"{path} holds a run already. Go on with it: wholebatch train --resume {path}; or name another folder: "
                 "--out FOLDER."
             )
-        folder = cls(path)
         folder._write(CONFIG, settings.dump(config))
         return folder
+
+    @classmethod
+    def claim(cls, path: Path, held: ExitStack) -> None:
+        """Lock a run that was begun, and take away what a killed writer left half-written.
+
+        Raises:
+            RunError: if there is none, it has ended, or another process is writing it.
+        """
+        cls.reopen(path)
+        held.enter_context(locked(path))
+        cls.reopen(path)  # who held the lock a moment ago may have ended the run
+        for part in path.glob("*.part"):
+            part.unlink(missing_ok=True)
 
     @classmethod
     def reopen(cls, path: Path, writes: bool = True) -> tuple[RunFolder, Config]:
@@ -52,6 +72,8 @@ class RunFolder:
         Raises:
             RunError: if there is none, or it has ended.
         """
+        if path.is_file():
+            raise RunError(f"{path} is a file. --resume takes the folder of a run.")
         if not (path / CONFIG).is_file():
             raise RunError(f"{path} holds no run: {CONFIG} is missing. Begin one with: wholebatch train --out {path}.")
         if (path / SUMMARY).exists():
@@ -62,7 +84,7 @@ class RunFolder:
         """Add one line to the metrics.
 
         Raises:
-            RunError: if the disk is full; what was written before stays.
+            RunError: if it cannot be written, as on a full disk; what was written before stays.
         """
         if not self.writes:
             return
@@ -77,33 +99,41 @@ class RunFolder:
         """Return the last step that the metrics tell of; 0 if none."""
         return max((record["step"] for record in self._records()), default=0)
 
-    def rewind(self, step: int) -> None:
-        """Drop the metrics of later steps, and of a line that was cut off, since these steps will be taken again."""
-        kept = [json.dumps(record) for record in self._records() if record["step"] <= step]
-        self._write(METRICS, "".join(f"{line}\n" for line in kept))
+    def rewind(self, step: int) -> int:
+        """Drop the metrics of later steps, and of a line that was cut off, since these steps will be taken again.
+
+        Returns:
+            Of how many of the steps until then nothing is told, because their lines are damaged or gone.
+        """
+        kept = [record for record in self._records() if record["step"] <= step]
+        self._write(METRICS, "".join(f"{json.dumps(record)}\n" for record in kept))
+        return step - len({record["step"] for record in kept})
 
     def summarise(self, summary: dict[str, Any]) -> None:
         """Write the summary, which ends the run."""
         self._write(SUMMARY, json.dumps(summary, indent=1, ensure_ascii=False) + "\n")
 
-    def _records(self) -> list[dict[str, Any]]:
-        if not self._metrics.exists():
-            return []
-        records = []
-        for line in self._metrics.read_text(encoding="utf-8").split("\n"):
+    def _records(self) -> Iterator[dict[str, Any]]:
+        try:
+            lines = self._metrics.read_bytes().split(b"\n")
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            raise RunError(f"{self._metrics} cannot be read: {error.strerror}.") from None
+        for line in lines:
             try:
-                records.append(json.loads(line))
-            except ValueError:  # the line that was being written when the run was killed
+                record = json.loads(line)
+            except (ValueError, RecursionError):  # the line that was being written when the run was killed
                 continue
-        return records
+            if isinstance(record, dict) and isinstance(record.get("step"), int):
+                yield record
 
     def _write(self, name: str, text: str) -> None:
         """Write a file whole, or leave it as it was."""
         if not self.writes:
             return
-        part = self.path / f"{name}.part"
+        part = self.path / f"{name}.{os.getpid()}.part"
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
             with part.open("w", encoding="utf-8") as file:
                 file.write(text)
                 file.flush()
@@ -117,14 +147,33 @@ class RunFolder:
     def _unwritable(self, name: str, error: OSError) -> RunError:
         return RunError(
             f"{self.path / name} could not be written: {error.strerror}. What was saved before is untouched. "
-            f"Make room, then go on with: wholebatch train --resume {self.path}."
+            f"{remedy(error)}, then go on with: wholebatch train --resume {self.path}."
         )
 
 
+def _made(path: Path | None) -> Path:
+    """Make the folder that was named, or one under `runs` that no other run has."""
+    try:
+        if path is None:
+            return _unused(Path("runs") / time.strftime("%Y%m%d-%H%M%S"))
+        path.mkdir(parents=True, exist_ok=True)
+    except FileExistsError:
+        raise RunError(f"{path or 'runs'} is a file. Name a folder for the run: --out FOLDER.") from None
+    except OSError as error:
+        raise RunError(
+            f"The run folder {path or 'runs'} could not be made: {error.strerror}. Name another one: --out FOLDER."
+        ) from None
+    return path
+
+
 def _unused(path: Path) -> Path:
-    """Return this path, or the first of path-2, path-3, ... that is free."""
+    """Make a folder of this path, or of the first of path-2, path-3, ... that is free."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     number, free = 1, path
-    while free.exists():
-        number += 1
-        free = path.with_name(f"{path.name}-{number}")
-    return free
+    while True:
+        try:
+            free.mkdir()  # fails where it is there, so two runs that begin in one second never share a folder
+            return free
+        except FileExistsError:
+            number += 1
+            free = path.with_name(f"{path.name}-{number}")

@@ -100,8 +100,10 @@ class HuggingFace:
         transformers.utils.logging.set_verbosity_error()
         transformers.utils.logging.disable_progress_bar()
         try:
-            self.tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
-            loaded = transformers.AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
+            # Said outright, whatever the defaults: no code that lies in the folder is run, no pickle in it believed.
+            given = {"local_files_only": True, "trust_remote_code": False}
+            self.tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **given)
+            loaded = transformers.AutoModelForCausalLM.from_pretrained(folder, **given, weights_only=True)
         except (OSError, ValueError) as error:
             first = str(error).strip().splitlines()[0]
             raise ConfigError(f"{folder} does not hold a causal model with its tokenizer: {first}") from None

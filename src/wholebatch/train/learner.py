@@ -151,7 +151,8 @@ class Learner:
             "tokens": real,
             "padding": 1 - real / padded,
             "seconds": round(seconds, 4),
-            "tokens_per_second": round(real / seconds, 1),
+            # A clock may stand still over a short step, as some virtual machines' do; JSON has no word for infinite.
+            "tokens_per_second": round(real / seconds, 1) if seconds > 0 else 0.0,
             "peak_memory_bytes": peak_memory_bytes(self.device),
         }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 import time
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from signal import SIGTERM
@@ -66,15 +67,13 @@ def train(config: Config, shown: Display | None = None) -> Outcome:
         DataError: for data that cannot be used.
         RunError: for a run folder that cannot be used, or a step that cannot be taken.
     """
-    shown = shown or display.choose()
-    with gathered(config.parallel, config.device) as team:
-        try:
-            run = _opened(config, display_of(team, shown), team)
-            with Request() as request:
-                run.learn(request)
-            return run.stopped(request.signal) if run.ends(request) else run.finish()
-        finally:
-            shown.close()
+    shown, request = shown or display.choose(), Request()
+    with gathered(config.parallel, config.device) as team, ExitStack() as held:
+        held.callback(shown.close)
+        run = _opened(config, display_of(team, shown), team, held)
+        with request:
+            run.learn(request)
+        return run.stopped(request) if run.ends(request) else run.finish()
 
 
 class Run:
@@ -121,9 +120,13 @@ class Run:
         if self.team.in_shards:
             from wholebatch.train import shards  # loads torch's distributed checkpoints, which few runs need
 
-            shards.read(saved.folder, self.learner.model, self.learner.optimizer)
-        self.learner.load_state_dict(state["learner"])
-        self.before, self.seconds = state["before"], state["seconds"]
+            saved.compare(checkpoint.SHARDS, shards.read(saved.folder, self.learner.model, self.learner.optimizer))
+        try:
+            self.learner.load_state_dict(state["learner"])
+            self.before, self.seconds = state["before"], state["seconds"]
+        except (KeyError, TypeError, ValueError, RuntimeError) as error:
+            raise RunError(f"{saved.folder} holds a state that does not fit this run: {error!r}") from error
+        saved.compare(checkpoint.STATE, self.learner.taken)
 
     def learn(self, request: Request) -> None:
         """Take the steps that are left, until the last or until an end is asked for."""
@@ -144,18 +147,18 @@ class Run:
 
     def ends(self, request: Request) -> bool:
         """Tell whether any process was asked to end."""
-        return self.team.total(float(request.signal is not None)) != [0.0]
+        return self.team.total(float(request.asked)) != [0.0]
 
     def save(self) -> None:
         """Write a checkpoint of the state after the last step."""
         state = {"learner": self.learner.state_dict(), "before": self.before, "seconds": self.seconds}
         about = {"step": self.learner.taken, "config": plain(self.config), "data": self.data}
         whole = None if self.team.in_shards else self.learner.model
-        if self.team.first:
-            checkpoint.save(self.folder.path, whole, state, about, self._export)
-        elif self.team.sharded:
-            self._write_shards(checkpoint.unfinished(self.folder.path))
-        self.team.by_first(lambda: None)  # nobody goes on before all is on disk
+        if self.team.sharded and not self.team.first:
+            with suppress(OSError):  # all processes fail together, and the first one says it
+                self._write_shards(None)
+        # Nobody goes on before all is on disk, and all end if it could not be written.
+        self.team.by_first(lambda: checkpoint.save(self.folder.path, whole, state, about, self._export))
 
     def _export(self, folder: Path) -> None:
         """Write what stands beside the state, by the first process; the others bring their shards."""
@@ -163,18 +166,20 @@ class Run:
             self._write_shards(folder)
         self.learner.task.export(folder)
 
-    def _write_shards(self, folder: Path) -> None:
+    def _write_shards(self, folder: Path | None) -> None:
         from wholebatch.train import shards
 
-        self.team.by_first(lambda: None)  # the folder is there from now on
-        shards.write(folder, self.learner.model, self.learner.optimizer)
+        there = self.team.by_first(lambda: folder)  # known to the first process; the folder is there from now on
+        if there is not None:
+            shards.write(there, self.learner.model, self.learner.optimizer, self.learner.taken)
 
-    def stopped(self, signal: int | None) -> Outcome:
+    def stopped(self, request: Request) -> Outcome:
         """Save, and say how to go on."""
         self.save()
-        self.shown.note("stopped", f"after step {self.learner.taken} of {self.learner.steps}, as asked.")
+        why = "since torchrun has died" if request.orphaned else "as asked"
+        self.shown.note("stopped", f"after step {self.learner.taken} of {self.learner.steps}, {why}.")
         self.shown.note("go on", f"wholebatch train --resume {self.folder.path}")
-        return Outcome(self.folder.path, signal=signal or SIGTERM)
+        return Outcome(self.folder.path, signal=request.signal or SIGTERM)
 
     def finish(self) -> Outcome:
         """Measure again, show a sample, prove the gradient, and write the summary."""
@@ -224,30 +229,33 @@ class Run:
         self.shown.note("held out", f"{self.learner.task.told(measured)} {when} training")
 
 
-def _opened(config: Config, shown: Display, team: Team) -> Run:
+def _opened(config: Config, shown: Display, team: Team, held: ExitStack) -> Run:
     if config.resume is not None:
-        return _resume(config, config.resume, shown, team)
+        return _resume(config, config.resume, shown, team, held)
     path = team.by_first(
         lambda: interrupted_run(config.out, dump(absolute(replace(words.translate(config), out=None))))
     )
-    return _begin(config, shown, team) if path is None else _resume(Config(resume=path), path, shown, team)
+    if path is None:
+        return _begin(config, shown, team, held)
+    return _resume(Config(resume=path), path, shown, team, held)
 
 
-def _begin(config: Config, shown: Display, team: Team) -> Run:
+def _begin(config: Config, shown: Display, team: Team, held: ExitStack) -> Run:
     # Everything that can be refused is refused before the folder is made, so that a mistake leaves nothing behind.
     settled = absolute(replace(words.translate(config), out=None))
     learner = _learner(settled, team)
-    path = team.by_first(lambda: RunFolder.create(config.out, settled).path)
+    path = team.by_first(lambda: RunFolder.create(config.out, settled, held).path)
     run = Run(settled, learner, RunFolder(path, team.first), shown)
     _introduce(run, words.spoken(config))
     run.measure_first()
     return run
 
 
-def _resume(config: Config, path: Path, shown: Display, team: Team) -> Run:
+def _resume(config: Config, path: Path, shown: Display, team: Team, held: ExitStack) -> Run:
     if config != Config(resume=path):
         changed = ", ".join(key for key in plain(config) if getattr(config, key) != getattr(Config(resume=path), key))
         raise ConfigError(f"A resumed run keeps its settings, but {changed} was given too. Leave it out.")
+    team.by_first(lambda: _claimed(path, held))
     folder, settled = RunFolder.reopen(path, team.first)
     saved = checkpoint.read(path)
     # A run that took more steps than it saves after has had a checkpoint; without it, beginning anew would lose work.
@@ -264,9 +272,17 @@ def _resume(config: Config, path: Path, shown: Display, team: Team) -> Run:
         run.measure_first()
         return run
     run.restore(saved)
-    folder.rewind(saved.step)
+    untold = folder.rewind(saved.step)
+    team.by_first(lambda: checkpoint.tidy(path))
     shown.note("resumed", f"after step {saved.step} of {run.learner.steps}")
+    if untold:
+        shown.note("metrics", f"metrics.jsonl is damaged: it says nothing of {untold} of these {saved.step} steps")
     return run
+
+
+def _claimed(path: Path, held: ExitStack) -> None:
+    RunFolder.claim(path, held)
+    checkpoint.recover(path)
 
 
 def _learner(config: Config, team: Team) -> Learner:

@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 from torch import Tensor, nn
 
 import wholebatch as wb
+from wholebatch.proof import TRYING
 
 Batch: TypeAlias = "dict[str, Tensor]"
 Loss: TypeAlias = "wb.Mean | tuple[wb.Mean, dict[str, Tensor]]"
@@ -116,6 +117,8 @@ class Tally:
     def __call__(self, samples: list[Any]) -> Batch:
         """Collate one piece and count it."""
         micro_batch = self.task.collate(samples)
+        if TRYING.get():  # the first window's trial, which is no part of the step
+            return micro_batch
         for earlier in {self._piece_of[id(sample)] for sample in samples if id(sample) in self._piece_of}:
             held = self._held.pop(earlier, None)
             self.retries += held is not None and held[0] != len(samples)  # as a whole it comes for a second pass

@@ -21,6 +21,7 @@ from wholebatch.ranks import refuse_older
 from wholebatch.sync import message_device
 from wholebatch.train.display import Display
 from wholebatch.train.errors import RunError
+from wholebatch.train.lock import is_locked
 from wholebatch.train.machine import device_named
 
 T = TypeVar("T")
@@ -177,5 +178,12 @@ def interrupted_run(out: Path | None, settings: str) -> Path | None:
         return None
     folders = [out] if out is not None else sorted(Path("runs").glob("*"), key=lambda path: path.stat().st_mtime)
     begun = [f for f in folders if (f / "config.yaml").is_file() and not (f / "summary.json").exists()]
-    same = [f for f in begun if (f / "config.yaml").read_text(encoding="utf-8") == settings]
+    same = [f for f in begun if _holds(f / "config.yaml", settings) and not is_locked(f)]
     return same[-1] if same else None
+
+
+def _holds(path: Path, text: str) -> bool:
+    try:
+        return path.read_bytes() == text.encode()
+    except OSError:
+        return False
