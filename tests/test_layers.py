@@ -16,7 +16,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "wholebatch"
 LAYERS = (
     ("errors", "amounts"),
     # facts: about losses, numbers, models and batches
-    ("draws", "reach", "survey", "state", "holders", "snapshot"),
+    ("origin", "draws", "reach", "survey", "state", "holders", "snapshot"),
     ("loss", "losses", "below", "shapes", "precision", "flags", "forms", "sums", "denominators", "shares", "conduct"),
     ("readers", "moments", "norms", "buffers", "parting", "passes"),
     ("leaves", "containers", "doubts", "batch", "memory", "checkpointing"),

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections import deque
+import types
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -198,3 +199,94 @@ def test_random_state_and_buffers_are_as_before_though_an_experiment_fails(call:
         call(model, rows)
     assert torch.equal(torch.get_rng_state(), before)
     assert model.num_batches_tracked == 0
+
+
+ASKED: list[str] = []
+
+
+class Lazy(types.ModuleType):
+    """A framework's module that would load everything once it is asked for a name that it has not loaded yet."""
+
+    def __getattr__(self, name: str) -> Any:
+        ASKED.append(name)
+        raise AttributeError(name)
+
+
+class LazyMapping(OrderedDict[str, str]):
+    """A framework's table whose values are loaded when they are looked up."""
+
+    def __getitem__(self, key: str) -> str:
+        raise AssertionError(f"looked up {key}")
+
+    def keys(self) -> Any:
+        raise AssertionError("looked through")
+
+    items = values = keys
+
+
+framework, settings, table = Lazy("framework"), types.ModuleType("settings"), LazyMapping()
+OrderedDict.__setitem__(table, "bert", "Bert")
+framework.__dict__.update(loaded=object(), more=Lazy("framework.more"))
+settings.scale, settings.seen, settings.unused = 2.0, [], []  # type: ignore[attr-defined]
+
+
+def mentions(model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
+    if not table.__len__():  # as code that asks for what it needs, once it needs it
+        framework.more.Model(framework.loaded)
+    settings.seen.append(1)
+    settings.scale += 1
+    out: torch.Tensor = model(rows).squeeze(1) * 2.0
+    return out
+
+
+def test_a_lazy_module_that_a_loss_function_mentions_is_not_touched() -> None:
+    ASKED.clear()
+    before = Snapshot(Survey(nn.Linear(2, 1)), mentions)
+    assert before.moved() == []
+    assert wb.backward(nn.Linear(2, 1), lambda m, x: (table, framework) and m(x)[:, 0], torch.ones(4, 2)).verified
+    assert ASKED == []
+    assert dict.items(table) == {("bert", "Bert")}
+
+
+def test_what_stands_in_a_module_of_the_users_own_is_named_and_put_back_where_the_code_names_it() -> None:
+    before = Snapshot(Survey(nn.Linear(2, 1)), mentions)
+    mentions(nn.Linear(2, 1), torch.ones(1, 2))
+    settings.unused.append(1)
+    assert [each.name for each in before.moved()] == ["settings.scale", "settings.seen[0]"]
+    before.restore()
+    assert (settings.scale, settings.seen, settings.unused) == (2.0, [], [1])
+    settings.unused.clear()
+
+
+def test_a_container_of_a_class_of_its_own_goes_back_with_its_attributes_and_its_order() -> None:
+    class Meters(OrderedDict[str, float]):
+        calls = 0
+
+        def __setitem__(self, key: str, value: float) -> None:
+            self.calls += 1
+            super().__setitem__(key, value)
+
+    meters = Meters(a=1.0, b=2.0)
+    before = Snapshot(Survey(nn.Linear(2, 1)), lambda model, rows: meters)
+    meters["c"] = 3.0
+    meters.move_to_end("a")
+    assert {each.name for each in before.moved()} == {"<lambda>.meters['c']", "<lambda>.meters['calls']"}
+    before.restore()
+    assert (list(meters), meters.calls) == (["a", "b"], 2)
+
+
+def test_objects_of_libraries_are_looked_into_only_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("wholebatch.holders.of_library", lambda kind: kind is Criterion)
+    monkeypatch.setattr("wholebatch.snapshot.WITHIN", 100)
+    trainer, mine = Criterion(), Criterion()
+    trainer.dataset, deepest = Criterion(), trainer  # type: ignore[attr-defined]
+    for _ in range(50):
+        deepest.inner = deepest = Criterion()  # type: ignore[attr-defined]
+    before = Snapshot(Survey(nn.Linear(2, 1)), lambda model, rows: (trainer, mine))
+    for each in (trainer, mine, trainer.dataset, deepest):  # type: ignore[attr-defined]
+        each.center = torch.ones(2)
+    assert {each.name.removeprefix("<lambda>.") for each in before.moved()} == {
+        "trainer.center",
+        "mine.center",
+        "trainer.dataset.center",
+    }

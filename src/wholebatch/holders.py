@@ -6,11 +6,13 @@ import functools
 import sys
 import types
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+
+from wholebatch.origin import carries, cells_of, container_of, entries_of, names_in, of_library, places_of, size_of
 
 ENTRIES = 10_000
 """A container of more entries is data, not state."""
@@ -22,6 +24,12 @@ FOREIGN = sys.stdlib_module_names - {"types", "argparse", "collections", "__main
 """Whose objects are not looked into, unless they are asked for below."""
 
 LOOKED_INTO = ("torch.nn", "torch.optim", "torch.amp")
+
+BASIC = sys.stdlib_module_names | {"torch", "numpy", "builtins", "wholebatch"}
+"""Libraries whose objects are small, or looked into by name."""
+
+TRANSPARENT = (nn.Module, Tensor, type, types.FunctionType, types.MethodType, types.ModuleType, functools.partial)
+"""What is the user's, or leads to it, wherever its class comes from."""
 
 
 class Holder(NamedTuple):
@@ -50,20 +58,32 @@ class Registered(str):
 
 
 def holders_of(name: str, value: Any) -> list[Holder]:
-    """List the holders that a value is made of: none for a number, a text, a tensor, or what nothing is known of."""
-    if issubclass(type(value), nn.Module):  # a weak proxy only says that it is one
+    """List the holders that a value is made of: none for a number, a text, a tensor, or what nothing is known of.
+
+    Only what stands in a value is read; no code of its class runs, which may well load half a library.
+    """
+    kind = type(value)
+    if issubclass(kind, nn.Module):
         return _of_module(name, value)
-    if isinstance(value, types.MethodType):
+    if kind is types.MethodType:
         return [_fixed(name, value, {"": value.__self__, "()": value.__func__})]
-    if isinstance(value, types.FunctionType):
+    if kind is types.FunctionType:
         return _of_function(value)
-    if isinstance(value, functools.partial):
+    if issubclass(kind, functools.partial):
         return [_fixed(name, value, {"": value.func, "args": value.args, "keywords": value.keywords})]
-    if isinstance(value, (dict, list, deque, set, tuple)):
-        return [_of_container(name, value)] if len(value) <= ENTRIES else []
-    if isinstance(value, type):
+    if container_of(kind) is not None:
+        return _of_container(name, value) if size_of(value) <= ENTRIES else []
+    if issubclass(kind, type):
         return [_of_class(each) for each in value.__mro__ if _own(each)] if _own(value) else []
-    return _of_object(name, value) if _own(type(value)) else []
+    return _of_object(name, value) if _own(kind) else []
+
+
+def is_framework(value: Any) -> bool:
+    """Tell whether an object is of a library's class: a trainer, a dataset, a tokenizer, each of which holds others."""
+    kind = type(value)
+    if issubclass(kind, TRANSPARENT) or container_of(kind) is not None or kind.__module__.split(".")[0] in BASIC:
+        return False
+    return of_library(kind)
 
 
 def _of_module(name: str, module: nn.Module) -> list[Holder]:
@@ -89,43 +109,33 @@ _INTERNAL = frozenset(vars(nn.Module()))
 
 def _of_function(function: types.FunctionType) -> list[Holder]:
     """What a function closes over, its defaults, and the globals that its code mentions."""
-    code, scope = function.__code__, function.__globals__
-    cells = dict(zip(code.co_freevars, function.__closure__ or (), strict=True))
-    names = [name for name in dict.fromkeys(global_names(code)) if name in scope]
     defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
+    scopes: dict[int, tuple[dict[str, Any], list[str]]] = {}
+    for scope, name in places_of(function):
+        scopes.setdefault(id(scope), (scope, []))[1].append(name)
     return [
-        Holder(function.__name__, function, lambda: _contents(cells), lambda saved: _fill(cells, saved)),
-        Holder(
-            function.__module__ or "",
-            function,
-            lambda: {name: scope[name] for name in names if name in scope},
-            lambda saved: scope.update({str(name): value for name, value in saved.items()}),
-        ),
+        Holder(function.__name__, function, lambda: cells_of(function), functools.partial(_fill, function)),
+        *(_of_scope(function, scope, names) for scope, names in scopes.values()),
         _fixed(function.__name__, function, dict(enumerate(defaults))),
     ]
 
 
-def global_names(code: types.CodeType) -> Iterator[str]:
-    """List the names that a function's code, and functions inside of it, look up outside of themselves."""
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from global_names(constant)
+def _of_scope(function: types.FunctionType, scope: dict[str, Any], names: list[str]) -> Holder:
+    return Holder(
+        str(scope.get("__name__", "")),
+        function,
+        lambda: {name: scope[name] for name in names if name in scope},
+        lambda saved: scope.update({str(name): value for name, value in saved.items()}),
+    )
 
 
-def _of_container(name: str, value: Any) -> Holder:
-    if isinstance(value, dict):
-        return Holder(name, value, lambda: dict(value), functools.partial(_refill, value))
-    if isinstance(value, set):
-        return Holder(name, value, lambda: dict.fromkeys(value), functools.partial(_refill, value))
-    if isinstance(value, tuple):
-        return _fixed(name, value, dict(enumerate(value)))
-
-    def write(saved: dict[Hashable, Any]) -> None:
-        value.clear()
-        value.extend(saved.values())
-
-    return Holder(name, value, lambda: dict(enumerate(value)), write)
+def _of_container(name: str, value: Any) -> list[Holder]:
+    """The entries of a container, and what its class keeps beside them."""
+    base = container_of(type(value))
+    beside = [_attributes(name, value)] if type(value).__dictoffset__ else []
+    if base is tuple:
+        return [_fixed(name, value, entries_of(value)), *beside]
+    return [Holder(name, value, functools.partial(entries_of, value), functools.partial(_refill, value)), *beside]
 
 
 def _of_object(name: str, value: Any) -> list[Holder]:
@@ -133,9 +143,9 @@ def _of_object(name: str, value: Any) -> list[Holder]:
         slot
         for kind in type(value).__mro__
         for slot in _names(vars(kind).get("__slots__", ()))
-        if isinstance(vars(kind).get(slot), types.MemberDescriptorType)
+        if type(vars(kind).get(slot)) is types.MemberDescriptorType
     ]
-    held = [_attributes(name, value)] if hasattr(value, "__dict__") else []
+    held = [_attributes(name, value)] if type(value).__dictoffset__ else []
     if slots:
         held.append(_of_slots(name, value, slots))
     if held and callable(value):
@@ -144,17 +154,30 @@ def _of_object(name: str, value: Any) -> list[Holder]:
 
 
 def _of_slots(name: str, value: Any, slots: list[str]) -> Holder:
+    def read() -> dict[Hashable, Any]:
+        held: dict[Hashable, Any] = {}
+        for slot in slots:
+            try:
+                held[slot] = object.__getattribute__(value, slot)
+            except AttributeError:  # not set yet
+                continue
+        return held
+
     def write(saved: dict[Hashable, Any]) -> None:
         for slot, was in saved.items():
             object.__setattr__(value, str(slot), was)
 
-    return Holder(name, value, lambda: {slot: getattr(value, slot) for slot in slots if hasattr(value, slot)}, write)
+    return Holder(name, value, read, write)
 
 
 def _of_class(kind: type) -> Holder:
+    foreign = of_library(kind)
+
     def read() -> dict[Hashable, Any]:
-        inside = vars(kind).items()
-        return {name: value for name, value in inside if name[:2] != "__" and not isinstance(value, _DESCRIBES)}
+        inside = {name: value for name, value in vars(kind).items() if name[:2] != "__"}
+        if foreign:  # behind its other attributes lies the rest of the library
+            return {name: value for name, value in inside.items() if carries(value)}
+        return {name: value for name, value in inside.items() if not issubclass(type(value), _DESCRIBES)}
 
     def write(saved: dict[Hashable, Any]) -> None:
         for name in read().keys() - saved.keys():
@@ -169,15 +192,15 @@ _DESCRIBES = (types.FunctionType, classmethod, staticmethod, property, types.Mem
 
 
 def _attributes(name: str, owner: Any, skip: frozenset[str] = frozenset()) -> Holder:
-    held = vars(owner)
+    held = names_in(owner)
 
     def read() -> dict[Hashable, Any]:
-        return {key: value for key, value in dict(held).items() if key not in skip}
+        return {key: value for key, value in entries_of(held).items() if key not in skip}
 
     def write(saved: dict[Hashable, Any]) -> None:
         for key in read().keys() - saved.keys():
             del held[str(key)]
-        held.update(saved)
+        held.update({str(key): value for key, value in saved.items()})
 
     return Holder(name, owner, read, write)
 
@@ -191,29 +214,30 @@ def _fixed(name: str, owner: Any, values: dict[Any, Any]) -> Holder:
     return Holder(name, owner, lambda: values, lambda saved: None)
 
 
-def _contents(cells: dict[str, Any]) -> dict[Hashable, Any]:
-    held: dict[Hashable, Any] = {}
-    for name, cell in cells.items():
-        try:
-            held[name] = cell.cell_contents
-        except ValueError:  # not bound yet
-            continue
-    return held
-
-
-def _fill(cells: dict[str, Any], saved: dict[Hashable, Any]) -> None:
-    for name, value in saved.items():
-        cells[str(name)].cell_contents = value
+def _fill(function: types.FunctionType, saved: dict[Hashable, Any]) -> None:
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        if name in saved:
+            cell.cell_contents = saved[name]
 
 
 def _refill(container: Any, saved: dict[Hashable, Any]) -> None:
-    container.clear()
-    container.update(saved)
+    """Put back what stood in a container, past what its class makes of being written to."""
+    base: Any = container_of(type(container))
+    base.clear(container)
+    if base is set:
+        base.update(container, saved)
+    elif base in (list, deque):
+        base.extend(container, saved.values())
+    else:
+        for key, value in saved.items():
+            base.__setitem__(container, key, value)
 
 
 def _own(kind: type) -> bool:
     """Tell whether objects of a class are looked into: not those of torch and the standard library, mostly."""
     modules = [each.__module__ for each in kind.__mro__]
+    if issubclass(kind, types.ModuleType):  # of modules only the names count that code mentions
+        return False
     if any(module.startswith(WRAPPERS) for module in modules) or issubclass(kind, Tensor) or hasattr(kind, "__next__"):
         return False
     return modules[0].split(".")[0] not in FOREIGN or modules[0].startswith(LOOKED_INTO)

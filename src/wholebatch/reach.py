@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
+
+from wholebatch.origin import cells_of, container_of, entries_of, names_in, places_of
 
 DEPTH = 4
 """How many functions, objects and containers are looked through one inside the other."""
@@ -68,12 +70,12 @@ def _look(
         if id(value) in seen:
             continue
         seen.add(id(value))
-        if isinstance(value, nn.Module):
+        if issubclass(type(value), nn.Module):
             for part in value.modules():
                 modules[id(part)] = part
                 _look(unlisted(part), leaves, modules, seen, depth)
             leaves.update((id(p), p) for p in value.parameters() if p.requires_grad)
-        elif isinstance(value, Tensor):
+        elif issubclass(type(value), Tensor):
             if value.is_leaf and value.requires_grad:
                 leaves[id(value)] = value
         elif depth:
@@ -81,44 +83,23 @@ def _look(
 
 
 def _inside(value: Any) -> Iterator[Any]:
-    """What a function, an object or a container holds."""
-    if isinstance(value, functools.partial):
+    """What a function, an object or a container holds; nothing of it is run, and a library's depths are left out."""
+    kind = type(value)
+    if issubclass(kind, functools.partial):
         yield from (value.func, *value.args, *value.keywords.values())
-    elif isinstance(value, types.MethodType):
+    elif kind is types.MethodType:
         yield from (value.__self__, value.__func__)
-    elif isinstance(value, types.FunctionType):
+    elif kind is types.FunctionType:
         yield from _named_by(value)
-    elif isinstance(value, Mapping):
-        yield from list(value.values())
-    elif isinstance(value, (list, tuple, set)):
-        yield from value
-    elif not isinstance(value, (type, types.ModuleType)):
-        yield from list(getattr(value, "__dict__", {}).values())
+    elif container_of(kind) is not None:
+        entries = entries_of(value)
+        yield from entries if issubclass(kind, set) else entries.values()
+    elif not issubclass(kind, (type, types.ModuleType)):
+        yield from list(names_in(value).values())
 
 
 def _named_by(function: types.FunctionType) -> Iterator[Any]:
-    for cell in function.__closure__ or ():
-        try:
-            yield cell.cell_contents
-        except ValueError:  # not bound yet
-            continue
+    yield from cells_of(function).values()
     yield from function.__defaults__ or ()
     yield from (function.__kwdefaults__ or {}).values()
-    names = set(_global_names(function.__code__))
-    for name in names & function.__globals__.keys():
-        value = function.__globals__[name]
-        if isinstance(value, types.ModuleType):  # what is written as settings.scale
-            yield from (vars(value)[inner] for inner in names & vars(value).keys() if _learns(vars(value)[inner]))
-        else:
-            yield value
-
-
-def _learns(value: Any) -> bool:
-    return isinstance(value, (nn.Module, Tensor))
-
-
-def _global_names(code: types.CodeType) -> Iterator[str]:
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _global_names(constant)
+    yield from (place.scope[place.name] for place in places_of(function))

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import linecache
-import sysconfig
 from pathlib import Path
 from types import FrameType
 
+from wholebatch.origin import OWN, library
+
 FRAMEWORKS = ("wholebatch", "accelerate", "lightning", "pytorch_lightning", "transformers", "trl", "ultralytics")
-OWN = str(Path(__file__).resolve().parent)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,28 +28,6 @@ class Site:
 
     def __str__(self) -> str:
         return f"{Path(self.file).name}:{self.line}"
-
-
-@functools.lru_cache(maxsize=1)
-def libraries() -> tuple[str, ...]:
-    """Return the folders whose files are not the user's: installed packages and the standard library."""
-    paths = sysconfig.get_paths()
-    return tuple(dict.fromkeys(paths[name] for name in ("purelib", "platlib", "stdlib", "platstdlib")))
-
-
-@functools.lru_cache(maxsize=4096)
-def library(file: str) -> str | None:
-    """Return the package that `file` belongs to, "" for the standard library, None for the user's own code."""
-    if file.startswith("<"):
-        return ""
-    if file.startswith(OWN):
-        return "wholebatch"
-    for folder in libraries():
-        if file.startswith(folder):
-            parts = Path(file).relative_to(folder).parts
-            parts = parts[1:] if parts[0] in ("site-packages", "dist-packages") else parts
-            return parts[0].removesuffix(".py") if parts else ""
-    return None
 
 
 def site_of(frame: FrameType | None) -> Site | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import sys
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any, NamedTuple, Protocol
@@ -11,15 +10,22 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from wholebatch.holders import Holder, Registered, holders_of
+from wholebatch.holders import Holder, Registered, holders_of, is_framework
+from wholebatch.origin import container_of, is_array, is_generator
 from wholebatch.state import State
 from wholebatch.survey import Survey
 
 KEPT = 2**28
 """How many bytes of tensors are copied; of what is beyond, only a mark is kept that tells whether it has changed."""
 
-LOOKED_AT = 20_000
-"""How many holders are looked through: enough for a large model and a trainer around it."""
+LOOKED_AT = 100_000
+"""How many places for values are looked through: enough for a large model and what its user keeps around it.
+
+A number of places and not of seconds, so that every rank and every run looks at the same.
+"""
+
+WITHIN = 5_000
+"""How many of them may lie within objects of libraries (trainers, datasets, tokenizers), the nearest first."""
 
 PLAIN = (int, float, complex, str, bytes, bool, type(None))
 
@@ -105,20 +111,24 @@ class Snapshot:
             self._random.restore_random()
         return lost
 
-    def _look(self, found: list[tuple[str, Any]]) -> None:
+    def _look(self, roots: list[tuple[str, Any]]) -> None:
         """Go through all that can be reached, breadth first."""
-        seen: set[int] = set()
-        for name, value in found:  # which grows meanwhile
-            if id(value) in seen or len(self._held) > LOOKED_AT:
+        found, seen = deque((name, value, False) for name, value in roots), set[int]()
+        rooms = {False: LOOKED_AT, True: WITHIN}
+        while found:
+            name, value, within = found.popleft()
+            if id(value) in seen or rooms[within] <= 0:
                 continue
             seen.add(id(value))
+            inner = is_framework(value) or (within and container_of(type(value)) is not None)
             for holder in holders_of(name, value):
                 saved = holder.read()
                 self._held.append((holder, saved))
-                for key, inner in saved.items():
-                    if not isinstance(inner, PLAIN):
-                        self._note(holder, key, inner)
-                        found.append((holder.place(key), inner))
+                rooms[within] -= 1 + len(saved)
+                for key, held in saved.items():
+                    if not issubclass(type(held), PLAIN):
+                        self._note(holder, key, held)
+                        found.append((holder.place(key), held, inner))
 
     def _note(self, holder: Holder, key: Hashable, value: Any) -> None:
         if id(value) not in self._contents:
@@ -143,7 +153,7 @@ class Snapshot:
 
     def _same(self, was: Any, now: Any) -> bool:
         """Compare what a place held with what it holds; what an object holds itself is compared elsewhere."""
-        if was is now or hasattr(was, "to_local"):  # in the place of a shard lies, for a while, what was gathered
+        if was is now or hasattr(type(was), "to_local"):  # in the place of a shard lies, for a while, what was gathered
             return True
         if type(was) is not type(now):
             return False
@@ -169,7 +179,7 @@ def kind_of(holder: Holder, key: Hashable, value: Any) -> str:
         return "parameter" if value.requires_grad else "frozen parameter"
     if isinstance(value, Tensor):
         return "buffer" if isinstance(key, Registered) else "tensor"
-    return "generator" if _is_generator(value) else "array" if _is_array(value) else "value"
+    return "generator" if is_generator(value) else "array" if is_array(value) else "value"
 
 
 class _Content(Protocol):
@@ -192,9 +202,9 @@ class _Content(Protocol):
 def _content_of(name: str, kind: str, value: Any) -> _Content | None:
     if isinstance(value, Tensor):
         return None if value.is_meta or value.is_inference() else _Numbers(name, kind, value)
-    if _is_generator(value):
+    if is_generator(value):
         return _Draws(name, kind, value)
-    return _Array(name, kind, value) if _is_array(value) else None
+    return _Array(name, kind, value) if is_array(value) else None
 
 
 class _Numbers:
@@ -323,15 +333,3 @@ def _equal(was: Tensor, now: Tensor) -> bool:
     if was.layout is not torch.strided:
         return bool(mark_of(was.to_dense()) == mark_of(now.to_dense()))
     return torch.equal(was, now) or bool(((was == now) | (was.isnan() & now.isnan())).all())
-
-
-def _is_generator(value: Any) -> bool:
-    if isinstance(value, (torch.Generator, random.Random)):
-        return not isinstance(value, random.SystemRandom)
-    numpy = sys.modules.get("numpy")
-    return numpy is not None and isinstance(value, (numpy.random.Generator, numpy.random.RandomState))
-
-
-def _is_array(value: Any) -> bool:
-    numpy = sys.modules.get("numpy")
-    return numpy is not None and isinstance(value, numpy.ndarray) and value.dtype != object

@@ -23,7 +23,8 @@ from wholebatch.doctor.library import around_library
 from wholebatch.doctor.recorder import Recorder
 from wholebatch.doctor.trace import Average, Collective, Epoch, Schedule, ZeroGrad
 from wholebatch.doctor.wrapping import Call, Listener, Wrapping
-from wholebatch.site import OWN, site_of
+from wholebatch.origin import OWN
+from wholebatch.site import site_of
 
 COLLECTIVES = ("all_reduce", "reduce_scatter_tensor", "all_gather_into_tensor", "reduce", "broadcast", "all_gather")
 
