@@ -320,3 +320,39 @@ def test_padding_that_counts_is_found_where_pieces_are_collated() -> None:
     assert wb.check(model, MASKED, samples, 4, collate=collate).ok
     report = wb.check(model, UNMASKED, samples, 4, collate=collate)
     assert [finding.rule for finding in report.findings] == ["padding-counts"]
+
+
+def test_inputs_that_the_loss_function_makes_to_differentiate_are_not_compared() -> None:
+    def penalised(model: nn.Module, x: torch.Tensor) -> Any:
+        x = x.detach().clone().requires_grad_()
+        score = model(x)
+        (slope,) = torch.autograd.grad(score.sum(), x, create_graph=True)
+        return F.softplus(score)[:, 0] + (slope.norm(dim=1) - 1).square()
+
+    model, rows = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 1)), torch.randn(9, 5)
+    assert wb.check(model, penalised, rows, 4).ok
+    meeting = wb.check(model, lambda m, x: penalised(m, x - x.mean(0)), rows, 4)
+    assert meeting.verdict == "not exact"
+
+
+def bags(lengths: list[int]) -> dict[str, torch.Tensor]:
+    starts = torch.tensor([0, *lengths[:-1]]).cumsum(0)
+    return {"text": torch.randint(0, 20, (sum(lengths),)), "offsets": starts, "y": torch.randint(0, 3, (len(lengths),))}
+
+
+def test_offsets_into_a_ready_made_micro_batch_are_not_glued_to_others() -> None:
+    def loss_fn(model: nn.Module, batch: Any) -> Any:
+        return F.cross_entropy(model(batch["text"], batch["offsets"]), batch["y"], reduction="none")
+
+    model, window = nn.EmbeddingBag(20, 3), wb.Window([bags([3, 2, 4]), bags([1, 5]), bags([2])])
+    report = wb.check(model, loss_fn, window)
+    assert report.error < 1e-6 and report.verdict != "not exact", str(report)
+    glued = {name: torch.cat([part[name] for part in window]) for name in window[0]}
+    model.zero_grad()
+    loss_fn(model, glued).mean().backward()  # what gluing would take for the truth
+    assert not torch.allclose(model.weight.grad, whole_of(model, loss_fn, window), atol=1e-2)
+
+
+def whole_of(model: nn.Module, loss_fn: Any, window: Any) -> torch.Tensor:
+    (gradient,) = torch.autograd.grad(torch.cat([loss_fn(model, part) for part in window]).mean(), model.parameters())
+    return gradient

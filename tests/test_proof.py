@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -13,7 +13,7 @@ from oracle import assert_differs, whole_batch
 from torch import Tensor, nn
 
 import wholebatch as wb
-from wholebatch.errors import WholeBatchError
+from wholebatch.errors import InexactError, WholeBatchError
 
 D = torch.float64
 
@@ -208,6 +208,7 @@ WRONG: dict[str, tuple[Callable[[], nn.Module], Callable[[Any, Any], Any], str]]
     "a gradient put in": (linear, put_in, "backward of its own"),
     "a hook that clips": (clipped, losses, "max_grad_norm"),
     "rows mixed up": (linear, mixed_up, "Rows meet"),
+    "a mean as a sum": (linear, lambda m, b: wb.total(losses(m, b).mean()), r"mean over n items is wb\.from_mean"),
     "mean of means under dropout": (
         lambda: nn.Sequential(nn.Linear(5, 6), nn.Dropout(0.5), nn.Linear(6, 3)).double(),
         lambda m, b: wb.from_mean(losses(m, b).mean(), items=1),
@@ -315,6 +316,37 @@ def test_groups_of_rows_pass_where_the_size_keeps_them_whole() -> None:
     assert "two micro-batches" in wb.backward(linear(), grouped, batch, 4).verified
     with pytest.raises((WholeBatchError, RuntimeError)):
         wb.backward(linear(), grouped, batch, 6)
+
+
+def tokens_as_rows(model: Any, batch: Any) -> wb.Mean:
+    """A mean over the labels that count, stated as one over rows."""
+    each = model(batch["x"]).square()[..., 0]
+    return wb.from_mean((each * batch["mask"]).sum() / batch["mask"].sum(), items=len(batch["x"]))
+
+
+def labelled(labels: Sequence[int]) -> dict[str, Tensor]:
+    mask = torch.arange(6) < torch.tensor(labels)[:, None]
+    return {"x": torch.randn(len(labels), 6, 5, dtype=D), "mask": mask}
+
+
+ALIKE: dict[str, tuple[Callable[[], Any], int | None]] = {
+    "alike in neighbouring micro-batches": (lambda: labelled([2] * 8 + [6] * 8), 4),
+    "alike in both halves": (lambda: wb.Window([labelled([6, 6, 2, 2]), labelled([1, 3, 1, 5])]), None),
+    "single rows": (lambda: labelled([2, 2, 2, 6, 6, 5]), 1),
+}
+
+
+@pytest.mark.parametrize("name", ALIKE)
+def test_rows_that_add_up_only_because_they_are_alike_prove_nothing(name: str) -> None:
+    make, size = ALIKE[name]
+    torch.manual_seed(0)
+    batch, model = make(), linear()
+    with pytest.raises(InexactError, match=r"items=n\) with that number"):
+        wb.backward(model, tokens_as_rows, batch, size)
+    wb.backward(model, tokens_as_rows, batch, size, verify="never")
+    parts = list(batch) if isinstance(batch, wb.Window) else [batch]
+    whole = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+    assert_differs(model, whole_batch(model, lambda m, b: tokens_as_rows(m, b).value, whole))
 
 
 # What can't be tried is said, and noted once.

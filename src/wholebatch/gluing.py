@@ -14,27 +14,42 @@ class Unlike(Exception):
     """Micro-batches that are not parts of one batch by any plain rule."""
 
 
-def glued(parts: Sequence[Any], whole: Sequence[str] = (), path: str = "") -> Any:
+def glued(parts: Sequence[Any], whole: Sequence[str] = ()) -> Any:
     """Return one batch of several: tensors concatenated, lists of rows chained, what is the same in all kept.
+
+    What has another number of entries than the rest may point into its own micro-batch, as offsets and edges do, so it
+    is only kept.
 
     Raises:
         Unlike: where that is not plainly possible.
     """
-    first = parts[0]
+    return _glued(parts, _Rule(tuple(whole), tuple(rows_in(part, whole) for part in parts)), "")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Rule:
+    """What is known of the parts: names of what has no rows, and how many rows each has."""
+
+    whole: tuple[str, ...]
+    rows: tuple[int | None, ...]
+
+
+def _glued(parts: Sequence[Any], rule: _Rule, path: str) -> Any:
+    first, whole = parts[0], rule.whole
     if path in whole or any(path.startswith(f"{name}.") for name in whole):
         return first
     if any(type(part) is not type(first) for part in parts):
         raise Unlike(path)
     if isinstance(first, Tensor):
-        return _concatenated(parts, path)
+        return _concatenated(parts, rule, path)
     if isinstance(first, Mapping):
-        return _mapped(parts, whole, path)
+        return _mapped(parts, rule, path)
     if isinstance(first, tuple) or (isinstance(first, list) and not _is_per_row(parts)):
-        return _entries(parts, whole, path)
+        return _entries(parts, rule, path)
     if isinstance(first, list):
         return [entry for part in parts for entry in part]
     if dataclasses.is_dataclass(first) and not isinstance(first, type):
-        return _fields(parts, whole, path)
+        return _fields(parts, rule, path)
     if (first is None or isinstance(first, (str, int, float, bool))) and all(part == first for part in parts):
         return first
     raise Unlike(path)
@@ -78,23 +93,23 @@ def rows_in(batch: Any, whole: Sequence[str] = ()) -> int | None:
     return len(batch) if found is None and isinstance(batch, list) else found
 
 
-def _concatenated(parts: Sequence[Tensor], path: str) -> Tensor:
+def _concatenated(parts: Sequence[Tensor], rule: _Rule, path: str) -> Tensor:
     first = parts[0]
     alike = all(part.shape[1:] == first.shape[1:] and part.dtype == first.dtype for part in parts)
     if first.is_nested or first.layout is not torch.strided or not alike:
         raise Unlike(path)
-    if not first.dim():
-        if all(bool((part == first).all()) for part in parts):
+    if not first.dim() or any(len(part) != rows for part, rows in zip(parts, rule.rows, strict=True)):
+        if all(part.shape == first.shape and bool((part == first).all()) for part in parts):
             return first
         raise Unlike(path)
     return torch.cat([part.to(first.device) for part in parts])
 
 
-def _mapped(parts: Sequence[Any], whole: Sequence[str], path: str) -> Any:
+def _mapped(parts: Sequence[Any], rule: _Rule, path: str) -> Any:
     first = parts[0]
     if any(list(part) != list(first) for part in parts):
         raise Unlike(path)
-    joined = {name: glued([part[name] for part in parts], whole, _below(path, name)) for name in first}
+    joined = {name: _glued([part[name] for part in parts], rule, _below(path, name)) for name in first}
     if type(first) is dict:
         return joined
     try:
@@ -103,20 +118,20 @@ def _mapped(parts: Sequence[Any], whole: Sequence[str], path: str) -> Any:
         raise Unlike(path) from error
 
 
-def _entries(parts: Sequence[Any], whole: Sequence[str], path: str) -> Any:
+def _entries(parts: Sequence[Any], rule: _Rule, path: str) -> Any:
     first = parts[0]
     if any(len(part) != len(first) for part in parts):
         raise Unlike(path)
-    joined = [glued([part[place] for part in parts], whole, _below(path, place)) for place in range(len(first))]
+    joined = [_glued([part[place] for part in parts], rule, _below(path, place)) for place in range(len(first))]
     if hasattr(first, "_fields"):
         return type(first)(*joined)
     return joined if type(first) is list else type(first)(joined)
 
 
-def _fields(parts: Sequence[Any], whole: Sequence[str], path: str) -> Any:
+def _fields(parts: Sequence[Any], rule: _Rule, path: str) -> Any:
     first = parts[0]
     names = [field.name for field in dataclasses.fields(first) if field.init]
-    joined = {name: glued([getattr(part, name) for part in parts], whole, _below(path, name)) for name in names}
+    joined = {name: _glued([getattr(part, name) for part in parts], rule, _below(path, name)) for name in names}
     return type(first)(**joined)  # what it works out for itself, it works out anew
 
 

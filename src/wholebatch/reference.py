@@ -254,7 +254,8 @@ class _Reading:
         leaves = [leaf for leaf in leaves_below(share) if id(leaf) not in self.of_twin]
         if any(id(leaf) in self.of_model for leaf in leaves):
             raise OtherName
-        self.take_outside(leaves)
+        # what the loss function has made for itself, such as inputs of a gradient penalty, is another each time
+        self.take_outside([leaf for leaf in leaves if isinstance(leaf, nn.Parameter)])
         torch.autograd.backward(share)
 
     def take_outside(self, leaves: Sequence[Tensor]) -> None:

@@ -30,12 +30,14 @@ class Sample:
         whole: the rows.
         parts: the same rows in two parts.
         layout: how they were cut, in words.
+        through: the first part of another cut, through the rows that this one keeps together; nothing if it keeps none.
     """
 
     cut: Cut
     whole: Sequence[int]
     parts: tuple[Sequence[int], Sequence[int]]
     layout: str
+    through: Sequence[int] = ()
 
     @property
     def sizes(self) -> str:
@@ -46,6 +48,11 @@ class Sample:
         """Half of the rows, for when memory does not suffice; None if that leaves one."""
         half = self.whole[: len(self.whole) // 2]
         return None if len(half) < 2 else split(self.cut, half, self.layout)
+
+    def against(self) -> Sample | None:
+        """The same rows cut through what belongs together, which has to matter if it is the reason; None if nothing."""
+        rest = [row for row in self.whole if row not in set(self.through)]
+        return Sample(self.cut, self.whole, (self.through, rest), self.layout) if self.through else None
 
     def even(self) -> Sample | None:
         """The same rows in halves, for functions that can't take one row alone; None if a half would be one."""
@@ -113,10 +120,10 @@ def _spread(pieces: Sequence[Piece], names: Sequence[str], samples: bool) -> Ite
 
 
 def _joined(one: Piece, two: Piece) -> Iterator[Sample]:
-    """Two micro-batches as one, if they were cut from the same batch, and as they are."""
-    if one.cut == two.cut and one.index != two.index:
-        rows = [*one.index, *two.index]
-        yield Sample(one.cut, rows, (list(one.index), list(two.index)), "two micro-batches")
+    """Two micro-batches as one, if they were cut from the same batch, as they are, and of more than single rows."""
+    if one.cut == two.cut and one.index != two.index and min(one.rows, two.rows) > 1:
+        rows, parts = [*one.index, *two.index], (list(one.index), list(two.index))
+        yield Sample(one.cut, rows, parts, "two micro-batches", _half_of_each(*parts))
 
 
 def _joined_ready(window: Window, names: Sequence[str]) -> Iterator[Sample]:
@@ -127,7 +134,13 @@ def _joined_ready(window: Window, names: Sequence[str]) -> Iterator[Sample]:
             first, rows = Nest(one, names).count_rows(), nest.count_rows()
         except (SplitError, RuntimeError, ValueError, TypeError):  # padded to different lengths, or of no known kind
             return
-        yield Sample(nest.take, range(rows), (range(first), range(first, rows)), "two micro-batches")
+        parts = (range(first), range(first, rows))
+        yield Sample(nest.take, range(rows), parts, "two micro-batches", _half_of_each(*parts))
+
+
+def _half_of_each(one: Sequence[int], two: Sequence[int]) -> list[int]:
+    """Take some rows of both, so that neither stays whole; nothing if one of them is a single row."""
+    return [*one[: len(one) // 2], *two[: len(two) // 2]] if min(len(one), len(two)) > 1 else []
 
 
 def _ready_made_otherwise(window: Window, sample: Sample, names: Sequence[str]) -> Iterator[Sample]:
@@ -140,7 +153,8 @@ def _ready_made_otherwise(window: Window, sample: Sample, names: Sequence[str]) 
         few = max(1, half // 3)
         first = [*range(few), *range(half, half + few)]
         rest = [row for row in range(rows) if row not in first]
-        yield Sample(sample.cut, sample.whole, (first, rest), "pairs in halves")
+        broken = [*range(few), *range(half + few, half + 2 * few)]
+        yield Sample(sample.cut, sample.whole, (first, rest), "pairs in halves", broken)
     across = _across(window[0], names) if sample.layout == "rows" else None
     if across is not None:
         yield across

@@ -54,6 +54,7 @@ class Outcome:
         elsewhere: whether draws were made that nobody holds still: NumPy's, or Python's own.
         moved: what the whole has moved besides gradients.
         shapes: of what the loss function returned for the whole and for the parts.
+        stated: the terms whose items the loss function states beside a number, so that nobody can count them again.
     """
 
     gradient: float = 0.0
@@ -67,6 +68,7 @@ class Outcome:
     elsewhere: bool = False
     moved: list[Moved] = field(default_factory=list)
     shapes: Shapes = field(default_factory=Shapes)
+    stated: set[Any] = field(default_factory=set)
 
     @property
     def empty(self) -> str:
@@ -131,7 +133,7 @@ class Trial:
         self.functions = tuple(functions) or (loss_fn,)
         self._learning = learning
         self._gradients = Gradients()
-        self._watched, self._shapes = Watched(loss_fn, {}), Shapes()
+        self._watched, self._outcome = Watched(loss_fn, {}), Outcome()
 
     @functools.cached_property
     def _start(self) -> Snapshot:
@@ -165,7 +167,7 @@ class Trial:
         self, gradients: Gradients, whole: Sequence[Any], parts: Iterator[Any], alike: bool, carry: bool
     ) -> Outcome:
         outcome, start, self._gradients = Outcome(), self._start, gradients
-        self._shapes = outcome.shapes
+        self._outcome = outcome
         try:
             with self._held_still(alike, outcome) as draws:
                 outcome.whole = self._side(whole, 1.0, None)
@@ -203,10 +205,11 @@ class Trial:
         tally, shares = Tally(), Shares(self.scaler, 1, drops_empty=False)
         for micro_batch in micro_batches:
             said = read(self._returned(micro_batch))
-            self._shapes.note(said, _rows(micro_batch, self.options), self._watched.micro_batch)
+            self._outcome.shapes.note(said, _rows(micro_batch, self.options), self._watched.micro_batch)
             answer = tally.add(said)
             if answer is None:
                 continue
+            self._outcome.stated |= {key for key, term in answer.terms.items() if term.kind == "count"}
             of = functools.partial(counted_divisors, tally.sums() if whole is None else whole)
             outputs, seeds = shares.of(answer, Known(of, of, "The proof"))
             self._gradients.include(foreign_leaves(outputs, self.survey))

@@ -93,13 +93,22 @@ class Judge:
         self._refuse_unsteady(sample, outcome)
         for other in others_of(sample, self.batch, self.pieces, self.options):
             again = self._safely(other)
-            if again is not None and again.adds_up and not again.empty:
+            if again is not None and again.adds_up and not again.empty and self._matters(other):
                 return _words(other, again)
         if self._is_rounding(sample, outcome):
             return _words(sample, outcome)
         self._leave_ready_made_alone(sample, outcome)
         outcome.shapes.check()
         raise InexactError(self._cause(sample, outcome))
+
+    def _matters(self, sample: Sample) -> bool:
+        """Tell whether rows that are kept together belong so: cut through, they must not add up.
+
+        If they do, they add up because they are alike, such as rows with as many labels each, and nothing is explained.
+        """
+        against = sample.against()
+        again = None if against is None else self._safely(against)
+        return again is None or not again.adds_up
 
     def _safely(self, sample: Sample, alike: bool = False) -> Outcome | None:
         """Run a further trial; None if it can't be run."""
@@ -243,7 +252,7 @@ class Judge:
             f"{_rows(sample)} are not the sum of their parts ({sample.sizes}): losses {outcome.loss:.2g} apart, "
             f"gradients {outcome.gradient:.2g}. Rows meet in the model or in the loss function, by statistics of the "
             "micro-batch or pairs of its rows. wb.find_coupling(model, loss_fn, batch) says where; a loss over all "
-            'rows takes wb.coupled_backward; verify="never" goes on as a plain loop would.'
+            'rows takes wb.coupled_backward; verify="never" goes on as a plain loop would.' + _or_stated(outcome)
         )
 
     def _own_cut(self) -> str:
@@ -275,6 +284,23 @@ def _is_final(error: BaseException, sample: Sample) -> bool:
     return isinstance(error, WholeBatchError) and not (
         isinstance(error, LossError) and min(map(len, sample.parts)) == 1
     )
+
+
+def _or_stated(outcome: Outcome) -> str:
+    """What else it may be where the loss function divides by itself, which nobody can do again."""
+    for key, kind in outcome.whole.schema.terms:
+        if kind == "one":
+            return (
+                f" Or the sum {key[0]!r} was divided by something of the micro-batch: what is a mean over n items is "
+                "wb.from_mean(loss, items=n)."
+            )
+        if key in outcome.stated:
+            return (
+                f" Or the mean was divided by something else than the {float(outcome.whole.counts[key]):g} items that "
+                "are stated for these rows, such as labels that are not ignored: wb.from_mean(loss, items=n) with that "
+                "number."
+            )
+    return ""
 
 
 def _rows(sample: Sample) -> str:
