@@ -147,9 +147,14 @@ def test_a_misspelt_flag_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
         (["--resume", "missing"], "missing holds no run: config.yaml is missing."),
         (["--lr", "-1"], "lr is -1.0; it must be a positive number."),
         (["--resume", "missing", "--lr", "1"], "A resumed run keeps its settings, but lr was given too. Leave it out."),
+        (["--device", "meta"], "device is 'meta', which cannot be used here: it has shapes and no numbers"),
+        (["--seed", str(2**64)], f"seed is {2**64}; it must be of at most 64 bits"),
+        (["--prompt", "\udcff"], "prompt is '\\udcff', which is no text in UTF-8"),
+        (["--data", "x" * 300], "xxx: File name too long."),
+        (["--resume", "x" * 300], "xxx: File name too long."),
         (["--batch-size", "10", "--gradient-accumulation-steps", "4"], "10 / 4 = 2.5. Choose batch_size 8 or 12"),
     ],
-    ids=str,
+    ids=lambda value: str(value)[:60],
 )
 def test_a_mistake_is_one_line_without_a_traceback(
     arguments: list[str],
@@ -170,6 +175,13 @@ def test_a_folder_that_cannot_be_written_is_named(
 ) -> None:
     assert main(["train", "--data", str(texts), "--out", str(texts / "run"), *TINY]) == 1
     assert "config.yaml could not be written: Not a directory" in capsys.readouterr().err
+
+
+def test_a_file_in_the_place_of_a_folder_is_said(texts: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--data", str(texts), "--out", str(texts), *TINY]) == 1
+    assert f"{texts} is a file. Name a folder for the run: --out FOLDER." in capsys.readouterr().err
+    assert main(["train", "--resume", str(texts)]) == 1
+    assert f"{texts} is a file. --resume takes the folder of a run." in capsys.readouterr().err
 
 
 def test_ctrl_c_ends_a_run_with_a_checkpoint_and_the_status_that_shells_expect(texts: Path, tmp_path: Path) -> None:

@@ -127,6 +127,15 @@ def test_a_state_of_other_batches_is_refused(change: dict[str, Any]) -> None:
         wb.DealtBatches(**other).load_state_dict(state)
 
 
+@pytest.mark.parametrize(("rank", "ranks"), [(-1, 2), (2, 2), (0, 0), (5, 2), (-1, -1)])
+def test_a_rank_that_is_none_of_the_ranks_is_refused(rank: int, ranks: int) -> None:
+    """Counted from the end, as Python counts, another rank's rows would be dealt twice."""
+    with pytest.raises(
+        ValueError, match=rf"rank={rank} of ranks={ranks}: ranks count from 0, .*such as rank=0, ranks=2"
+    ):
+        wb.DealtBatches(range(6), 4, rank=rank, ranks=ranks)
+
+
 def test_lengths_come_from_a_list_a_key_or_a_function() -> None:
     rows = [{"text": [0] * n} for n in (1, 9, 2, 8)]
     by_key = [list(wb.DealtBatches(rows, 4, "text", ranks=2, rank=rank)) for rank in (0, 1)]

@@ -100,11 +100,23 @@ def test_a_full_disk_is_said_and_leaves_the_checkpoint_before(
         return real(path, *arguments, **options)
 
     monkeypatch.setattr(checkpoint.os, "open", full)
-    with pytest.raises(RunError, match=r"checkpoint of step 2 could not be written to .*: No space left on device"):
+    full_disk = r"checkpoint of step 2 could not be written to .*: No space left on device\. .*Make room, then go on"
+    with pytest.raises(RunError, match=full_disk):
         save(tmp_path, 2.0, step=2)
     monkeypatch.undo()
     assert weight(tmp_path) == 1.0
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
+
+
+def test_room_is_asked_for_only_where_it_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path, 1.0)
+
+    def refused(path: Any, *arguments: Any, **options: Any) -> int:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(checkpoint.os, "open", refused)
+    with pytest.raises(RunError, match=r"could not be written to .*: Read-only file system\. .*Mend that, then go on"):
+        save(tmp_path, 2.0, step=2)
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "state.pt"])
@@ -154,14 +166,20 @@ def test_weights_of_another_model_are_refused(tmp_path: Path) -> None:
         found.restore(nn.Linear(4, 2))
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "state.pt"])
-def test_files_of_two_steps_are_not_mixed(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("model.safetensors", "model.safetensors and state.pt are of different steps"),
+        ("state.pt", "state.pt is of step 1, but checkpoint.json of step 2"),
+    ],
+)
+def test_files_of_two_steps_are_not_mixed(tmp_path: Path, name: str, said: str) -> None:
     """As two writers of one folder would leave them: each file whole, and the hashes those of what lies there."""
     save(tmp_path / "one", 1.0, step=1)
     save(tmp_path / "two", 2.0, step=2)
     (tmp_path / "one" / "checkpoint" / name).replace(tmp_path / "two" / "checkpoint" / name)
     vouch(tmp_path / "two" / "checkpoint", name)
-    with pytest.raises(RunError, match=rf"{name} is of step 1, but checkpoint.json of step 2: files of two"):
+    with pytest.raises(RunError, match=rf"{said}: files of two checkpoints were mixed"):
         weight(tmp_path / "two")
 
 

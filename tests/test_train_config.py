@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from wholebatch.dealing import shuffled
 from wholebatch.train import Config, ConfigError
 from wholebatch.train.config import absolute, dump, load
+from wholebatch.train.order import Order
 
 
 def written(folder: Path, text: str) -> Path:
@@ -65,6 +67,14 @@ def test_a_repeated_key_is_refused(tmp_path: Path) -> None:
         ("", "is empty"),
         ("- steps", "holds no settings"),
         ("steps: [", "is not YAML"),
+        ("steps: 2024-13-45", "is not YAML: month must be in 1..12"),
+        ("[" * 5_000, "is nested too deeply"),
+        ("lr: 1" + "0" * 400, "lr is 1000"),
+        ("seed: 18446744073709551616", "seed is 18446744073709551616; it must be of at most 64 bits"),
+        ("seed: -9223372036854775809", "seed is -9223372036854775809; it must be of at most 64 bits"),
+        ("width: 4294967296", "width is 4294967296; it must be at least 1 and at most 2147483647"),
+        ('prompt: "\\uD800"', "prompt is '\\ud800', which is no text in UTF-8"),
+        ("data: &a [1, 1]\nmodel: [*a, *a]\nsteps: 1", "it must be a path"),
     ],
 )
 def test_a_value_that_cannot_be_is_refused_with_what_could_be(tmp_path: Path, text: str, expected: str | None) -> None:
@@ -72,6 +82,12 @@ def test_a_value_that_cannot_be_is_refused_with_what_could_be(tmp_path: Path, te
         assert load(written(tmp_path, text)) == Config()
     else:
         assert expected in refusal(tmp_path, text)
+
+
+@pytest.mark.parametrize("seed", [-(2**63), 2**63, 2**64 - 1])
+def test_every_seed_of_64_bits_has_an_order(seed: int) -> None:
+    assert sorted(Order(5, 2, Config(seed=seed).seed).batch(0) + Order(5, 2, seed).batch(1)) != []
+    assert shuffled(50, seed, 1) != shuffled(50, seed, 2)
 
 
 def test_a_config_that_is_not_there_is_named(tmp_path: Path) -> None:

@@ -78,6 +78,14 @@ def test_a_folder_gives_all_its_text_files_in_the_order_of_their_names(tmp_path:
         ("a.jsonl", '{"text": "a"}\n\n["text"]\n', "a.jsonl, line 3: '[\"text\"]' is no object with columns"),
         ("a.jsonl", '{"body": "a", "id": 1}\n', "a.jsonl, line 1: there is no column 'text', only 'body', 'id'"),
         ("a.jsonl", '{"text": 7}\n', "a.jsonl, line 1: column 'text' holds 7, which is no text"),
+        ("a.jsonl", '{"text": "a"}\n{"text": "b\\ud83d"}\n', "a.jsonl, line 2: column 'text' holds \\ud83d, half of a"),
+        ("a.jsonl", "[" * 200_000 + "\n", "a.jsonl, line 1: '[[[[["),
+        ("a.jsonl", '{"text": ' + "[" * 200_000 + "\n", "...' is JSON nested too deeply to be read"),
+        (
+            "a.jsonl",
+            '{"text": [' + "1, " * 10_000 + "1]}\n",
+            "column 'text' holds [1, 1, 1, 1, 1, 1, ...], which is no",
+        ),
     ],
 )
 def test_a_mistake_is_named_with_its_file_and_line(
@@ -88,6 +96,11 @@ def test_a_mistake_is_named_with_its_file_and_line(
     path = written(tmp_path, name, content)
     assert refusal(path).startswith(str(tmp_path))
     assert expected in refusal(path)
+
+
+def test_a_pair_of_surrogates_is_one_character(tmp_path: Path) -> None:
+    """The twin: JSON names characters beyond 16 bits so."""
+    assert read_texts(written(tmp_path, "a.jsonl", '{"text": "\\ud83d\\ude00"}\n')) == ["\U0001f600"]
 
 
 def test_a_file_that_is_not_there_and_a_folder_without_text_are_refused(tmp_path: Path) -> None:

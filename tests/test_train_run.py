@@ -345,6 +345,22 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_keeps_the_checkpoint(
     assert all(tensor.isfinite().all() for tensor in weights(texts.parent / "run").values())
 
 
+def test_a_clock_that_stands_still_ends_no_run(texts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time, "perf_counter", lambda: 1.0)
+    monkeypatch.setattr(time, "monotonic", lambda: 1.0)
+    outcome, _ = run(config(texts, steps=2, proof=False))
+    told = [
+        json.loads(line)["tokens_per_second"] for line in (outcome.folder / "metrics.jsonl").read_text().splitlines()
+    ]
+    assert told == [0.0, 0.0]
+
+
+def test_the_trial_of_the_first_window_is_not_told_as_a_lack_of_memory(texts: Path) -> None:
+    part = train(config(texts), Interrupting(4, signal.SIGINT))
+    again, _ = run(Config(resume=part.folder))  # a new process tries its first window anew
+    assert [record["retries"] for record in metrics(again.folder)] == [0] * 7
+
+
 @pytest.mark.gpu
 def test_a_run_on_a_gpu_is_proven_and_goes_on(texts: Path) -> None:
     part = train(config(texts, device="cuda"), Interrupting(4, signal.SIGINT))

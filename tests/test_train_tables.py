@@ -35,6 +35,10 @@ def test_a_csv_gives_numbers_and_classes_in_the_order_of_their_names(tmp_path: P
         ("a,label\nnan,x\n", "rows.csv, line 2: column 'a' holds 'nan', which is no number"),
         ("a,label\n1,x,2\n", "rows.csv, line 2: 3 fields where the header has 2"),
         ("a,label\n1,x\n2,x\n", "rows.csv holds one class only, 'x'"),
+        ("a,label\n1,x\n" + '"' + "2" * 200_000 + ",y\n", "rows.csv, line 3: the line is no CSV: field larger than"),
+        ("a,label\n1,x\n1e200,y\n", "rows.csv, line 3: column 'a' holds 1e200, and float32 ends at 3.4e+38"),
+        ("a,label\n1,x\n-1e39,y\n", "rows.csv, line 3: column 'a' holds -1e39, and float32 ends"),
+        ("a,label\n1,x\n" + "y" * 500 + ",y\n", "holds '" + "y" * 57 + "...', which is no number"),
     ],
 )
 def test_a_mistake_in_a_csv_is_named_with_its_line(tmp_path: Path, text: str, expected: str) -> None:
@@ -91,3 +95,11 @@ def test_features_are_standardised_by_the_training_rows_alone() -> None:
     held = [Sample(torch.tensor([5.0, 7.0]), 0)]
     assert [sample.features.tolist() for sample in standardise(train, train)] == [[-1, 0], [1, 0]]
     assert standardise(train, held)[0].features.tolist() == [3, 0]
+
+
+def test_values_that_cannot_be_added_up_in_float32_are_refused_and_not_turned_into_nan() -> None:
+    rows = [Sample(torch.tensor([1.0, value]), 0) for value in (3e38, 2.9e38)]
+    with pytest.raises(DataError, match=r"Number column 2 holds values up to 3e\+38, whose sum or distance is beyond"):
+        standardise(rows, rows)
+    apart = [Sample(torch.tensor([1.0, value]), 0) for value in (-1e38, 1e38)]
+    assert [sample.features.tolist() for sample in standardise(apart, apart)] == [[0, -1], [0, 1]]

@@ -71,6 +71,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # who reads has seen enough, as `| head` does; what is still to be flushed goes nowhere
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
+    except OSError as error:  # of a file that the user named, in a place where nothing more is known
+        if error.filename is None:
+            raise
+        return _refused(f"{error.filename}: {error.strerror}.", status=1)
 
 
 def train(arguments: list[str]) -> int:

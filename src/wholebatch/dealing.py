@@ -73,7 +73,8 @@ class DealtBatches(Sampler[list[int]]):
         drop_last: whether a last batch of fewer rows is left out.
 
     Raises:
-        ValueError: for a batch size below 1, or a list of lengths of another length than the dataset.
+        ValueError: for a batch size below 1, a rank that is none of the ranks, or a list of lengths of another length
+            than the dataset.
 
     Example:
         >>> dealt = wb.DealtBatches(range(5), 4, ranks=2, rank=1, shuffle=False)
@@ -99,6 +100,11 @@ class DealtBatches(Sampler[list[int]]):
         known = dist.is_available() and dist.is_initialized()
         self.rank = (dist.get_rank() if known else 0) if rank is None else rank
         self.ranks = (dist.get_world_size() if known else 1) if ranks is None else ranks
+        if self.ranks < 1 or not 0 <= self.rank < self.ranks:
+            raise ValueError(
+                f"rank={self.rank} of ranks={self.ranks}: ranks count from 0, and each deals itself its own rows. Give "
+                "both as torch.distributed counts them, such as rank=0, ranks=2; or neither."
+            )
         self.epoch = 0
         self.batch = 0
         self._rows = len(dataset)
@@ -160,10 +166,16 @@ class DealtBatches(Sampler[list[int]]):
 
 def shuffled(rows: int, seed: int, epoch: int) -> list[int]:
     """Return the numbers of all rows in the order of an epoch."""
-    # A prime far above any number of epochs keeps neighbouring seeds from sharing an order.
-    draws = torch.Generator().manual_seed(seed * 1_000_003 + epoch)
+    draws = torch.Generator().manual_seed(seed_of(seed, epoch))
     order: list[int] = torch.randperm(rows, generator=draws).tolist()
     return order
+
+
+def seed_of(seed: int, number: int) -> int:
+    """Return the seed of one of many streams of draws: an epoch's, or a rank's."""
+    # A prime far above any number of epochs keeps neighbouring seeds from sharing an order.
+    product = seed * 1_000_003 + number
+    return product if -(2**63) <= product < 2**64 else product % 2**64  # torch takes 64 bits
 
 
 def _heaviest_first(

@@ -22,7 +22,7 @@ from pickle import UnpicklingError
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import load_model, save_model
 from torch import nn
 
@@ -45,12 +45,14 @@ class Checkpoint:
         step: how many steps were taken.
         config: the settings of the run it belongs to.
         data: the fingerprint of the rows it was trained on.
+        weights: the hash of the file of weights, as it lies there; None for shards, which tell their step themselves.
     """
 
     folder: Path
     step: int
     config: dict[str, Any]
     data: str
+    weights: str | None = None
 
     def restore(self, model: nn.Module | None) -> dict[str, Any]:
         """Load the weights into a model, if they lie in one file, and return the state that was saved beside them.
@@ -64,10 +66,9 @@ class Checkpoint:
             if not isinstance(state, dict):
                 raise RuntimeError(f"{STATE} holds no state.")
             self.compare(STATE, state.get("step"))
+            if state.get("weights", self.weights) != self.weights:
+                raise self._mixed(f"{WEIGHTS} and {STATE} are of different steps")
             if model is not None:
-                with safe_open(self.folder / WEIGHTS, "pt") as file:
-                    step = (file.metadata() or {}).get("step")
-                self.compare(WEIGHTS, None if step is None else int(step))
                 load_model(model, str(self.folder / WEIGHTS))
         except (RuntimeError, SafetensorError, UnpicklingError, EOFError, OSError, ValueError, KeyError) as error:
             first = " ".join(str(error).split())[:300]
@@ -85,11 +86,13 @@ class Checkpoint:
             RunError: if they are of different steps.
         """
         if step not in (None, self.step):
-            raise RunError(
-                f"{self.folder / name} is of step {step}, but {ABOUT} of step {self.step}: files of two checkpoints "
-                "were mixed. Bring back those that belong together, or start a new run from the same config: "
-                f"wholebatch train {self.folder.parent / 'config.yaml'} --out FOLDER."
-            )
+            raise self._mixed(f"{name} is of step {step}, but {ABOUT} of step {self.step}")
+
+    def _mixed(self, what: str) -> RunError:
+        return RunError(
+            f"In {self.folder} {what}: files of two checkpoints were mixed. Bring back those that belong together, or "
+            f"start a new run from the same config: wholebatch train {self.folder.parent / 'config.yaml'} --out FOLDER."
+        )
 
 
 def save(
@@ -116,9 +119,11 @@ def save(
     with _cleaned(new, step):
         shutil.rmtree(new, ignore_errors=True)
         new.mkdir(parents=True)
+        held: dict[str, Any] = {**state, "step": step}
         if model is not None:  # save_model, not save_file: tied weights are stored once.
-            save_model(model, str(new / WEIGHTS), metadata={"format": "pt", "step": str(step)})
-        torch.save({**state, "step": step}, new / STATE)
+            save_model(model, str(new / WEIGHTS), metadata={"format": "pt"})
+            held["weights"] = _identity(new / WEIGHTS)["sha256"]
+        torch.save(held, new / STATE)
         if export is not None:
             export(new)
         files = {path.name: _identity(path) for path in sorted(new.iterdir())}
@@ -178,7 +183,8 @@ def read(run: Path) -> Checkpoint | None:
                 "Restore the file, or start a new run from the same config: "
                 f"wholebatch train {run / 'config.yaml'} --out FOLDER."
             )
-    return Checkpoint(folder, about["step"], about["config"], about["data"])
+    weights = about["files"].get(WEIGHTS, {}).get("sha256")
+    return Checkpoint(folder, about["step"], about["config"], about["data"], weights)
 
 
 def _found(path: Path, identity: object) -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import reprlib
 import types
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
@@ -120,7 +121,10 @@ class Config:
             value = values[name]
             # "auto" and None are words for "left out"; whatever they stand for obeys the rule.
             if isinstance(value, (int, float)) and not holds(value):
-                raise ConfigError(f"{name} is {value}; it must be {says}.")
+                raise ConfigError(f"{name} is {_shown(value)}; it must be {says}.")
+        for name in ("column", "label", "prompt"):
+            if not _has_bytes(values[name]):
+                raise ConfigError(f"{name} is {_shown(values[name])}, which is no text in UTF-8. Write it in UTF-8.")
         if self.memory is not None:
             try:
                 bytes_in(self.memory)
@@ -129,9 +133,12 @@ class Config:
 
 
 _Rule: TypeAlias = "tuple[str, Callable[[float], bool]]"
-_WHOLE: _Rule = ("at least 1", lambda value: value >= 1)
+_LARGEST = 2**31 - 1
+"""Beyond any batch or model that is trained; larger ones would fail inside of torch, without a word of the setting."""
+_WHOLE: _Rule = (f"at least 1 and at most {_LARGEST}", lambda value: 1 <= value <= _LARGEST)
 _POSITIVE: _Rule = ("a positive number", lambda value: 0 < value < math.inf)
 _NOT_NEGATIVE: _Rule = ("0 or more", lambda value: 0 <= value < math.inf)
+_SEED: _Rule = ("of at most 64 bits, from -2**63 to 2**64 - 1", lambda value: -(2**63) <= value < 2**64)
 _RULES: dict[str, _Rule] = {
     **dict.fromkeys(("batch_size", "micro_batch_size", "max_tokens", "per_device_train_batch_size", "nbs"), _WHOLE),
     **dict.fromkeys(("base_batch", "nominal_batch"), _WHOLE),
@@ -139,6 +146,7 @@ _RULES: dict[str, _Rule] = {
     **dict.fromkeys(("save_every", "width", "layers", "heads", "context", "image_size"), _WHOLE),
     **dict.fromkeys(("lr", "max_grad_norm"), _POSITIVE),
     **dict.fromkeys(("warmup", "weight_decay"), _NOT_NEGATIVE),
+    "seed": _SEED,
     "held_out": ("a share of the rows, between 0 and 1", lambda value: 0 < value < 1),
 }
 
@@ -195,8 +203,10 @@ def _mapping(text: str, path: Path) -> dict[str, tuple[int, Any]]:
     try:
         node = yaml.compose(text, Loader=yaml.SafeLoader)
         values = yaml.safe_load(text)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError) as error:  # a date of month 13, or a number of too many digits
         raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}.") from None
+    except RecursionError:
+        raise ConfigError(f"{path} is nested too deeply. Write one setting a line, such as 'steps: 100'.") from None
     if not isinstance(node, yaml.MappingNode):
         state = "is empty" if node is None else "holds no settings"
         raise ConfigError(f"{path} {state}. Write one setting a line, such as 'steps: 100'.")
@@ -226,7 +236,7 @@ def _typed(key: str, value: Scalar, where: str) -> Any:
     found = [result for choice in choices if (result := _as(choice, value)) is not None]
     if not found:
         wanted = " or ".join(_in_words(choice) for choice in choices if choice is not type(None))
-        raise ConfigError(f"{where}: {key} is {value!r}; it must be {wanted}.")
+        raise ConfigError(f"{where}: {key} is {_shown(value)}; it must be {wanted}.")
     return found[0]
 
 
@@ -245,8 +255,22 @@ def _number(value: Scalar) -> float | None:
     """Return a number, which may be text: YAML 1.1 reads 5e-3 so."""
     try:
         return None if value is None or isinstance(value, bool) else float(value)
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, OverflowError):
         return None
+
+
+def _shown(value: object) -> str:
+    """Return a value as it was written, cut where it is long."""
+    return reprlib.repr(value)
+
+
+def _has_bytes(text: str) -> bool:
+    """Tell whether a text can be written as UTF-8: bytes of another encoding on the command line cannot."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _in_words(kind: Any) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import reprlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -137,13 +138,30 @@ def _of_json_lines(path: Path, column: str) -> Iterator[str]:
             record = json.loads(line)
         except ValueError as error:
             raise DataError(f"{path}, line {number}: {_clipped(line)} is not JSON: {error}.") from None
+        except RecursionError:
+            raise DataError(f"{path}, line {number}: {_clipped(line)} is JSON nested too deeply to be read.") from None
         if not isinstance(record, dict):
             raise DataError(f"{path}, line {number}: {_clipped(line)} is no object with columns.")
         if column not in record:
             raise DataError(_no_column(f"{path}, line {number}", column, list(record)))
         if not isinstance(record[column], str):
-            raise DataError(f"{path}, line {number}: column '{column}' holds {record[column]!r}, which is no text.")
-        yield record[column]
+            raise DataError(
+                f"{path}, line {number}: column '{column}' holds {_clipped(record[column])}, which is no text."
+            )
+        yield _encodable(record[column], f"{path}, line {number}: column '{column}'")
+
+
+def _encodable(text: str, where: str) -> str:
+    """Return a text that has bytes; JSON can name halves of a character, which have none."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = f"\\u{ord(text[error.start]):04x}"
+        raise DataError(
+            f"{where} holds {half}, half of a surrogate pair, which is no character. Whatever wrote the file cut a "
+            "character in two: write it again, or remove the line."
+        ) from None
+    return text
 
 
 def _of_parquet(path: Path, column: str) -> Iterator[str]:
@@ -167,5 +185,7 @@ def _no_column(where: str, column: str, present: list[str]) -> str:
     return f"{where}: there is no column '{column}', only {there}. Name the one that holds the text: --column NAME."
 
 
-def _clipped(line: str) -> str:
-    return repr(line if len(line) <= 60 else f"{line[:57]}...")
+def _clipped(value: Any) -> str:
+    text = value if isinstance(value, str) else reprlib.repr(value)
+    shown = text if len(text) <= 60 else f"{text[:57]}..."
+    return repr(shown) if isinstance(value, str) else shown

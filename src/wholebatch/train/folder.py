@@ -160,9 +160,8 @@ def _made(path: Path | None) -> Path:
     except FileExistsError:
         raise RunError(f"{path or 'runs'} is a file. Name a folder for the run: --out FOLDER.") from None
     except OSError as error:
-        raise RunError(
-            f"The run folder {path or 'runs'} could not be made: {error.strerror}. Name another one: --out FOLDER."
-        ) from None
+        named = (path or Path("runs")) / CONFIG
+        raise RunError(f"{named} could not be written: {error.strerror}. Name another folder: --out FOLDER.") from None
     return path
 
 

@@ -23,15 +23,17 @@ def device_named(name: str) -> torch.device:
     """Return the device to train on; "auto" takes a GPU if there is one.
 
     Raises:
-        ConfigError: for a name that is no device, or a device that is not there.
+        ConfigError: for a name that is no device, a device that is not there, or one that holds no numbers.
     """
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
         torch.empty(0, device=device)
+        if device.type == "meta":
+            raise RuntimeError("it has shapes and no numbers, so nothing can be learned on it.")
     except (RuntimeError, AssertionError) as error:  # torch built without CUDA asserts
-        first = str(error).strip().splitlines()[0]
+        first = [*str(error).strip().splitlines(), type(error).__name__][0]
         raise ConfigError(f"device is {name!r}, which cannot be used here: {first} Choose auto or cpu.") from None
     return device
 

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 import wholebatch as wb
+from wholebatch.dealing import seed_of
 from wholebatch.train import checkpoint, display, words
 from wholebatch.train.checkpoint import Checkpoint
 from wholebatch.train.classify import Classify
@@ -290,7 +291,7 @@ def _learner(config: Config, team: Team) -> Learner:
     torch.manual_seed(config.seed)
     learner = Learner(config, TASKS[config.task](config), team)
     if team.rank:  # the first process draws as one alone would
-        torch.manual_seed(config.seed * 1_000_003 + team.rank)
+        torch.manual_seed(seed_of(config.seed, team.rank))
     return learner
 
 

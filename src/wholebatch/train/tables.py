@@ -16,6 +16,7 @@ from wholebatch.train.data import read_lines
 from wholebatch.train.errors import DataError
 from wholebatch.train.extras import require
 
+LARGEST = torch.finfo(torch.float32).max
 IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff")
 
 
@@ -100,12 +101,24 @@ def read_digits() -> Table:
 
 
 def standardise(train: Sequence[Sample], rows: Sequence[Sample]) -> list[Sample]:
-    """Give each feature of vectors mean 0 and deviation 1 over the training rows; images stay as they are."""
+    """Give each feature of vectors mean 0 and deviation 1 over the training rows; images stay as they are.
+
+    Raises:
+        DataError: for a feature whose values are too large to be added up in float32.
+    """
     if not rows or rows[0].features.dim() != 1:
         return list(rows)
     features = torch.stack([sample.features for sample in train])
     mean, deviation = features.mean(0), features.std(0, correction=0).clamp(min=1e-6)
-    return [Sample((sample.features - mean) / deviation, sample.label) for sample in rows]
+    scaled = [Sample((sample.features - mean) / deviation, sample.label) for sample in rows]
+    beyond = (~torch.stack([sample.features for sample in scaled]).isfinite().all(0)).nonzero().flatten().tolist()
+    if beyond:
+        largest = float(features[:, beyond[0]].abs().max())
+        raise DataError(
+            f"Number column {beyond[0] + 1} holds values up to {largest:.3g}, whose sum or distance is beyond float32 "
+            f"({LARGEST:.2g}). Scale the column, or take its logarithm."
+        )
+    return scaled
 
 
 def content(sample: Sample) -> bytes:
@@ -120,7 +133,7 @@ def _table(rows: Sequence[tuple[Tensor, str]]) -> Table:
 
 
 def _names(header: str, label: str, path: Path) -> list[str]:
-    names = _fields(header)
+    names = _fields(header, f"{path}, line 1")
     if label not in names:
         present = ", ".join(map(repr, names))
         raise DataError(f"{path}, line 1: there is no column '{label}', only {present}. Name the class: --label NAME.")
@@ -131,7 +144,7 @@ def _names(header: str, label: str, path: Path) -> list[str]:
 
 
 def _numbers_and_class(line: str, names: Sequence[str], label: str, where: str) -> tuple[Tensor, str]:
-    values = _fields(line)
+    values = _fields(line, where)
     if len(values) != len(names):
         raise DataError(f"{where}: {len(values)} fields where the header has {len(names)}.")
     row = dict(zip(names, values, strict=True))
@@ -139,8 +152,14 @@ def _numbers_and_class(line: str, names: Sequence[str], label: str, where: str) 
     return torch.tensor([_number(value, where, name) for name, value in row.items()]), kind
 
 
-def _fields(line: str) -> list[str]:
-    return [field.strip() for field in next(csv.reader([line]))]
+def _fields(line: str, where: str) -> list[str]:
+    try:
+        return [field.strip() for field in next(csv.reader([line]))]
+    except csv.Error as error:
+        raise DataError(
+            f"{where}: the line is no CSV: {error}. A field of numbers is short: look for a quote that is not closed, "
+            "or a line that ends in a carriage return alone."
+        ) from None
 
 
 def _number(value: str, where: str, column: str) -> float:
@@ -149,5 +168,11 @@ def _number(value: str, where: str, column: str) -> float:
     except ValueError:
         number = math.nan
     if not math.isfinite(number):
-        raise DataError(f"{where}: column '{column}' holds {value!r}, which is no number. Mend or remove the line.")
+        shown = value if len(value) <= 60 else f"{value[:57]}..."
+        raise DataError(f"{where}: column '{column}' holds {shown!r}, which is no number. Mend or remove the line.")
+    if abs(number) > LARGEST:
+        raise DataError(
+            f"{where}: column '{column}' holds {value}, and float32 ends at {LARGEST:.2g}. Scale the column, or take "
+            "its logarithm."
+        )
     return number
