@@ -6,6 +6,7 @@ import errno
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -117,6 +118,21 @@ def test_room_is_asked_for_only_where_it_is_missing(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(checkpoint.os, "open", refused)
     with pytest.raises(RunError, match=r"could not be written to .*: Read-only file system\. .*Mend that, then go on"):
         save(tmp_path, 2.0, step=2)
+
+
+@pytest.mark.parametrize(("free", "advice"), [(0, "Make room"), (1 << 30, "Mend that")], ids=["full", "not full"])
+def test_what_torch_could_not_write_is_said_in_words_whatever_torch_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: int, advice: str
+) -> None:
+    """Torch counts what it wrote, and tells nothing of the system's error: the disk itself is asked."""
+
+    def short(*arguments: Any) -> None:
+        raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 222208 vs 222160")
+
+    monkeypatch.setattr(torch, "save", short)
+    monkeypatch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(free=free))
+    with pytest.raises(RunError, match=rf"run: not all of a file could be written\. .*{advice}, then go on"):
+        save(tmp_path / "run", 2.0, step=2)
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "state.pt"])

@@ -228,12 +228,19 @@ def _cleaned(new: Path, step: int) -> Iterator[None]:
     try:
         yield
     except (OSError, SafetensorError, RuntimeError) as error:  # each library reports a full disk in its own way
+        advice = remedy(error, new.parent)  # asked while the disk is as full as it was
         shutil.rmtree(new, ignore_errors=True)
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else " ".join(str(error).split())
         raise RunError(
-            f"The checkpoint of step {step} could not be written to {new.parent}: {reason}. The one before is "
-            f"untouched. {remedy(error)}, then go on with: wholebatch train --resume {new.parent}."
+            f"The checkpoint of step {step} could not be written to {new.parent}: {_reason(error)}. The one before is "
+            f"untouched. {advice}, then go on with: wholebatch train --resume {new.parent}."
         ) from error
+
+
+def _reason(error: Exception) -> str:
+    """Say why a file could not be written; torch counts what it wrote, and passes on no error of the system."""
+    if "inline_container" in str(error):
+        return "not all of a file could be written"
+    return error.strerror if isinstance(error, OSError) and error.strerror else " ".join(str(error).split())
 
 
 def _identity(path: Path) -> dict[str, int | str]:

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import errno
+import shutil
+from pathlib import Path
 
 from wholebatch.errors import WholeBatchError
+
+NOTHING = 1 << 16
+"""Bytes left on a disk that is full: less than any file of a checkpoint asks for at once."""
 
 
 class ConfigError(WholeBatchError):
@@ -19,8 +24,13 @@ class RunError(WholeBatchError):
     """A run folder or its checkpoint cannot be used as it is, or cannot be written."""
 
 
-def remedy(error: BaseException) -> str:
-    """Return what helps against a file that could not be written: more room, or else what its error names."""
+def remedy(error: BaseException, folder: Path) -> str:
+    """Return what helps against a file that could not be written: more room, or else what its error names.
+
+    Args:
+        error: of the system, or of a library that passes it on in words of its own.
+        folder: where the file was to be, with what was written of it still there.
+    """
     full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
-    # safetensors tells the system's error in words alone.
-    return "Make room" if full or "No space left" in str(error) else "Mend that"
+    full = full or "No space left" in str(error)  # safetensors tells the system's error in words alone
+    return "Make room" if full or shutil.disk_usage(folder).free < NOTHING else "Mend that"

@@ -140,14 +140,15 @@ class RunFolder:
                 os.fsync(file.fileno())
             part.replace(self.path / name)
         except OSError as error:
+            refusal = self._unwritable(name, error)
             with suppress(OSError):
                 part.unlink()
-            raise self._unwritable(name, error) from error
+            raise refusal from error
 
     def _unwritable(self, name: str, error: OSError) -> RunError:
         return RunError(
             f"{self.path / name} could not be written: {error.strerror}. What was saved before is untouched. "
-            f"{remedy(error)}, then go on with: wholebatch train --resume {self.path}."
+            f"{remedy(error, self.path)}, then go on with: wholebatch train --resume {self.path}."
         )
 
 
