@@ -208,6 +208,11 @@ WRONG: dict[str, tuple[Callable[[], nn.Module], Callable[[Any, Any], Any], str]]
     "a gradient put in": (linear, put_in, "backward of its own"),
     "a hook that clips": (clipped, losses, "max_grad_norm"),
     "rows mixed up": (linear, mixed_up, "Rows meet"),
+    "the size of a mean": (
+        linear,
+        lambda m, b: wb.from_mean((m(b["x"])[:, 0] - b["x"][:, 1]).mean().abs(), items=len(b["x"])),
+        "Rows meet",
+    ),
     "a mean as a sum": (linear, lambda m, b: wb.total(losses(m, b).mean()), r"mean over n items is wb\.from_mean"),
     "mean of means under dropout": (
         lambda: nn.Sequential(nn.Linear(5, 6), nn.Dropout(0.5), nn.Linear(6, 3)).double(),
@@ -418,6 +423,61 @@ def test_labels_that_are_ignored_for_the_first_time_are_looked_at_again() -> Non
     batch["y"][[1, 2, 3, 9, 17]] = -100
     with pytest.raises(WholeBatchError, match=r"items|sum of their parts"):
         wb.backward(model, halves, batch, 8)
+
+
+def masked_as_rows(model: Any, batch: Any) -> wb.Mean:
+    each = model(batch["x"]).square()[..., 0]
+    return wb.from_mean((each * batch["mask"]).sum() / batch["mask"].sum(), items=len(batch["x"]))
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, D], ids=str)
+def test_a_mask_that_leaves_something_out_for_the_first_time_is_looked_at_again(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    model = linear()
+    full, some = ({**each, "mask": each["mask"].to(dtype)} for each in (labelled([6] * 8), labelled([1, 4, 2] * 4)))
+    assert wb.backward(model, masked_as_rows, full, 4).verified.startswith("verified")
+    with pytest.raises(InexactError, match="with that number"):
+        wb.backward(model, masked_as_rows, some, 4)
+    wb.backward(model, masked_as_rows, some, 4, verify="never")
+    assert_differs(model, whole_batch(model, lambda m, b: masked_as_rows(m, b).value, some))
+
+
+class Switched(nn.Module):
+    """Centres its answers by the rows it is given, if that is switched on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.centres = linear(), False
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.inner(x)
+        return out - out.mean(0) if self.centres else out
+
+
+PHASES = {"warm": True}
+
+
+def phased(model: Any, batch: Any) -> Tensor:
+    values = losses(model, batch)
+    return values if PHASES["warm"] else values * values.detach().mean()
+
+
+def test_a_switch_of_the_model_that_is_turned_is_looked_at_again() -> None:
+    model = Switched()
+    assert wb.backward(model, losses, rows(20), 8).verified.startswith("verified")
+    model.centres = True
+    with pytest.raises(InexactError, match="Rows meet"):
+        wb.backward(model, losses, rows(20), 8)
+
+
+def test_a_switch_of_the_loss_function_that_is_turned_is_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = linear()
+    assert wb.backward(model, phased, rows(20), 8).verified.startswith("verified")
+    monkeypatch.setitem(PHASES, "warm", False)
+    with pytest.raises(InexactError, match="Rows meet"):
+        wb.backward(model, phased, rows(20), 8)
+    wb.backward(model, phased, rows(20), 8, verify="never")
+    assert_differs(model, whole_batch(model, lambda m, b: phased(m, b).mean(), rows(20)))
 
 
 # Losses over all rows: each row has to be encoded by itself.

@@ -21,7 +21,7 @@ from typing import Any
 
 from torch import nn
 
-from wholebatch.proof.identity import identity_of
+from wholebatch.proof.identity import identity_of, state_of
 from wholebatch.proof.sample import samples_of
 from wholebatch.proof.trial import Trial
 from wholebatch.proof.verdict import Judge, NotTried
@@ -59,7 +59,7 @@ def proven(trial: Trial, batch: Any, pieces: Sequence[Piece], splits: bool = Fal
     if len(pieces) < 2 and not splits:
         return "not verified: one micro-batch, in which nothing is cut"
     known = PROVEN.setdefault(trial.survey.model, {})
-    key = identity_of(trial.functions, trial.options, batch), trial.survey.model.training
+    key = identity_of(trial.functions, trial.options, batch), state_of(trial.survey)
     if when == "first" and key in known:
         return known[key]
     token = TRYING.set(True)

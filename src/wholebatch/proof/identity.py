@@ -1,4 +1,8 @@
-"""What makes two windows the same for the proof: model and loss function, options, and what the batch looks like."""
+"""What makes two windows the same for the proof: model and loss function, options, and what the batch looks like.
+
+Switches count with what holds them, as a warm-up or a phase of training turns them; numbers do not, which may be others
+in each step.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +15,7 @@ import torch
 from torch import Tensor
 
 from wholebatch.options import Options
+from wholebatch.survey import Survey
 from wholebatch.window import Window
 
 DEPTH = 3
@@ -18,6 +23,15 @@ DEPTH = 3
 
 LOOKED_AT = 1 << 20
 """Up to how many integers are looked through for negative ones, such as labels that are ignored."""
+
+MASKS = 1 << 16
+"""Up to how many numbers are looked through for whether they are a mask that leaves something out."""
+
+SWITCHES = 256
+"""Up to how many values of a dict or an object are looked through for switches."""
+
+WRAPPERS = ("torch.nn.parallel", "torch.distributed", "torch._dynamo")
+"""Whose modules turn switches of their own from window to window."""
 
 
 def identity_of(functions: Sequence[Any], options: Options, batch: Any) -> Hashable:
@@ -36,18 +50,41 @@ def identity_of(functions: Sequence[Any], options: Options, batch: Any) -> Hasha
 
 
 def looks_of(batch: Any, samples: bool = False) -> Any:
-    """Describe a batch by the kinds of its tensors and whether their integers have negative ones among them."""
+    """Describe a batch by the kinds of its tensors, and by whether labels are ignored or masks leave something out."""
     if isinstance(batch, Window):
         return frozenset(looks_of(micro_batch, samples) for micro_batch in batch)
     if samples:
         return type(batch)
     if isinstance(batch, Tensor):
-        return str(batch.dtype), batch.dim(), _has_negatives(batch)
+        return str(batch.dtype), batch.dim(), _has_negatives(batch), leaves_out(batch)
     if isinstance(batch, Mapping):
         return tuple((str(key), looks_of(value)) for key, value in batch.items())
     if isinstance(batch, tuple):
         return tuple(looks_of(value) for value in batch)
     return type(batch)
+
+
+def state_of(survey: Survey) -> Hashable:
+    """Describe a model by its switches, those of its layers, and how many of its parameters learn."""
+    modules = (*survey.modules, *survey.outside)
+    wrappers = {kind for kind in set(map(type, modules)) if kind.__module__.startswith(WRAPPERS)}
+    own = [module for module in modules if type(module) not in wrappers]
+    switches = tuple(value for module in own for value in vars(module).values() if value is True or value is False)
+    return switches, sum(parameter.requires_grad for parameter in survey.parameters)
+
+
+def leaves_out(tensor: Tensor) -> bool:
+    """Tell whether a tensor on the host is a mask, zeros and ones, that leaves something out: then means differ."""
+    if tensor.device.type != "cpu" or tensor.layout is not torch.strided or tensor.is_nested or tensor.is_complex():
+        return False
+    if not 0 < tensor.numel() <= MASKS or tensor.dim() > 3:
+        return False
+    if tensor.dtype is torch.bool:
+        return not bool(tensor.all())
+    if tensor[(0,) * tensor.dim()].item() not in (0, 1):  # most others are known by their first
+        return False
+    least, most = torch.aminmax(tensor.detach())
+    return least.item() == 0 and most.item() <= 1 and bool(((tensor == 0) | (tensor == 1)).all())
 
 
 def _has_negatives(tensor: Tensor) -> bool:
@@ -64,14 +101,30 @@ def _known(value: Any, depth: int) -> Hashable:
         inside = [value.func, *value.args, *value.keywords.values()]
         return ("partial", *(_known(each, depth - 1) for each in inside))
     if isinstance(value, types.MethodType):
-        return type(value.__self__), value.__func__.__code__ if hasattr(value.__func__, "__code__") else None
+        code = value.__func__.__code__ if hasattr(value.__func__, "__code__") else None
+        return type(value.__self__), code, _switches(value.__self__)
     if isinstance(value, types.FunctionType):
         cells = value.__closure__ or ()
         held = [cell.cell_contents for cell in cells if depth and not _unbound(cell)]
-        return (value.__code__, *(_known(each, depth - 1) for each in held))
+        return (value.__code__, *(_known(each, depth - 1) for each in held), _switches_named_by(value))
     if isinstance(value, (str, bool, torch.dtype, type(None))):
         return value
-    return type(value), getattr(value, "reduction", None) if isinstance(value, torch.nn.Module) else None
+    return type(value), getattr(value, "reduction", None) if isinstance(value, torch.nn.Module) else _switches(value)
+
+
+def _switches(value: Any) -> Hashable:
+    """List the switches that an object or a dict holds by name."""
+    held = value if isinstance(value, dict) else getattr(value, "__dict__", None)
+    if not isinstance(held, dict) or isinstance(value, (type, types.ModuleType)) or len(held) > SWITCHES:
+        return ()
+    return tuple((str(name), inside) for name, inside in list(held.items()) if inside is True or inside is False)
+
+
+def _switches_named_by(function: types.FunctionType) -> Hashable:
+    """List the switches among the globals that a function names, and in dicts and objects among them."""
+    found = [(name, function.__globals__[name]) for name in function.__code__.co_names if name in function.__globals__]
+    plain = [(name, value) for name, value in found if not callable(value)]
+    return tuple((name, value if isinstance(value, bool) else _switches(value)) for name, value in plain)
 
 
 def _unbound(cell: types.CellType) -> bool:

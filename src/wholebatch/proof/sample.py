@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from dataclasses import dataclass, replace
+from itertools import combinations, pairwise
 from typing import Any
 
 import torch
@@ -13,10 +13,14 @@ from torch import Tensor
 from wholebatch.batch import Nest, join
 from wholebatch.errors import SplitError
 from wholebatch.options import Options
+from wholebatch.proof.identity import leaves_out
 from wholebatch.window import Piece, Window
 
 CANDIDATES = 8
 """How many micro-batches are looked at to find one whose rows differ."""
+
+SOME = 4
+"""From how many micro-batches pairs are taken: one pair may add up by chance, such as by signs that agree."""
 
 Cut = Callable[[Sequence[int]], Any]
 
@@ -31,6 +35,7 @@ class Sample:
         parts: the same rows in two parts.
         layout: how they were cut, in words.
         through: the first part of another cut, through the rows that this one keeps together; nothing if it keeps none.
+        further: other rows, laid in the same way, that have to add up too.
     """
 
     cut: Cut
@@ -38,6 +43,7 @@ class Sample:
     parts: tuple[Sequence[int], Sequence[int]]
     layout: str
     through: Sequence[int] = ()
+    further: tuple[Sample, ...] = ()
 
     @property
     def sizes(self) -> str:
@@ -83,7 +89,7 @@ def others_of(sample: Sample, batch: Any, pieces: Sequence[Piece], options: Opti
     if isinstance(batch, Window):
         yield from _ready_made_otherwise(batch, sample, names)
     elif len(pieces) > 1 and not pieces[0].lengths:
-        yield from _joined(pieces[0], pieces[1])
+        yield from _joined(pieces)
 
 
 def split(cut: Cut, rows: Sequence[int], layout: str, marks: Sequence[float] = ()) -> Sample:
@@ -119,11 +125,17 @@ def _spread(pieces: Sequence[Piece], names: Sequence[str], samples: bool) -> Ite
     yield split(first.cut, [rows[place] for place in places], "rows", [marks[place] for place in places if marks])
 
 
-def _joined(one: Piece, two: Piece) -> Iterator[Sample]:
+def _joined(pieces: Sequence[Piece]) -> Iterator[Sample]:
     """Two micro-batches as one, if they were cut from the same batch, as they are, and of more than single rows."""
-    if one.cut == two.cut and one.index != two.index and min(one.rows, two.rows) > 1:
-        rows, parts = [*one.index, *two.index], (list(one.index), list(two.index))
-        yield Sample(one.cut, rows, parts, "two micro-batches", _half_of_each(*parts))
+    places = sorted({round(i * (len(pieces) - 1) / (SOME - 1)) for i in range(SOME)})
+    pairs = list(combinations([pieces[place] for place in places], 2))
+    made = []
+    for one, two in [pairs[0], *pairs[1 :: max(1, len(pairs) // SOME)]]:
+        if one.cut == two.cut and one.index != two.index and min(one.rows, two.rows) > 1:
+            rows, parts = [*one.index, *two.index], (list(one.index), list(two.index))
+            made.append(Sample(one.cut, rows, parts, "two micro-batches", _half_of_each(*parts)))
+    if made:
+        yield replace(made[0], further=tuple(made[1:]))
 
 
 def _joined_ready(window: Window, names: Sequence[str]) -> Iterator[Sample]:
@@ -202,7 +214,7 @@ def _by_difference(pieces: Sequence[Piece], names: Sequence[str]) -> list[Piece]
 
 
 def _marks(micro_batch: Any, names: Sequence[str]) -> list[float]:
-    """Count for each row the integers of zero and below: positions that masks leave out and labels that are ignored."""
+    """Count for each row the integers of zero and below, and zeros of masks: what is left out, and labels ignored."""
     nest = _counted(micro_batch, names)
     if nest is None:
         return []
@@ -210,7 +222,7 @@ def _marks(micro_batch: Any, names: Sequence[str]) -> list[float]:
     marks = torch.zeros(rows)
     for leaf in nest.leaves:
         value = leaf.value
-        if isinstance(value, Tensor) and leaf.rows == rows and _is_plain_integer(value):
+        if isinstance(value, Tensor) and leaf.rows == rows and (_is_plain_integer(value) or leaves_out(value)):
             marks += (value <= 0).reshape(rows, -1).sum(1)
     return [float(mark) for mark in marks]
 

@@ -93,7 +93,7 @@ class Judge:
         self._refuse_unsteady(sample, outcome)
         for other in others_of(sample, self.batch, self.pieces, self.options):
             again = self._safely(other)
-            if again is not None and again.adds_up and not again.empty and self._matters(other):
+            if again is not None and again.adds_up and not again.empty and self._explains(other):
                 return _words(other, again)
         if self._is_rounding(sample, outcome):
             return _words(sample, outcome)
@@ -101,14 +101,17 @@ class Judge:
         outcome.shapes.check()
         raise InexactError(self._cause(sample, outcome))
 
-    def _matters(self, sample: Sample) -> bool:
-        """Tell whether rows that are kept together belong so: cut through, they must not add up.
+    def _explains(self, sample: Sample) -> bool:
+        """Tell whether a layout is the reason: cut through it, rows must not add up; further rows laid so must.
 
-        If they do, they add up because they are alike, such as rows with as many labels each, and nothing is explained.
+        Else they add up by chance: rows are alike, such as in the number of their labels, or signs agree.
         """
         against = sample.against()
-        again = None if against is None else self._safely(against)
-        return again is None or not again.adds_up
+        through = None if against is None else self._safely(against)
+        if through is not None and through.adds_up:
+            return False
+        further = [self._safely(each) for each in sample.further]
+        return all(found is None or found.adds_up for found in further)
 
     def _safely(self, sample: Sample, alike: bool = False) -> Outcome | None:
         """Run a further trial; None if it can't be run."""
