@@ -290,3 +290,34 @@ def test_objects_of_libraries_are_looked_into_only_so_far(monkeypatch: pytest.Mo
         "mine.center",
         "trainer.dataset.center",
     }
+
+
+class Recording(nn.Linear):
+    """A model that sets a hook in its first forward, notes that it has, and gives back what the hook has seen."""
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        if not hasattr(self, "installed"):
+            self.register_forward_hook(lambda module, given, out: (out, seen.append(out))[0])
+            self.installed = True
+        seen.clear()
+        return super().forward(rows)
+
+
+seen: list[torch.Tensor] = []
+
+
+def test_hooks_that_a_model_sets_in_its_first_forward_are_not_set_twice() -> None:
+    model = Recording(2, 1)
+    before = Snapshot(Survey(model))
+    model(torch.ones(1, 2))
+    before.restore()
+    assert not model._forward_hooks
+    assert not hasattr(model, "installed")
+
+    def loss(model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
+        out = model(rows)[:, 0]
+        assert len(seen) <= 1  # torch looks for hooks before the first forward sets one
+        return out.square()
+
+    wb.backward(model, loss, torch.randn(6, 2), 2)
+    assert len(model._forward_hooks) == 1

@@ -7,7 +7,7 @@ import sys
 import types
 from collections import deque
 from collections.abc import Callable, Hashable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
@@ -57,6 +57,16 @@ class Registered(str):
     """The name of a parameter, a buffer or a module where torch keeps them."""
 
 
+class Hook(NamedTuple):
+    """The place of a hook of a module: its registry, and its number there."""
+
+    registry: str
+    number: int
+
+    def __str__(self) -> str:
+        return f"{self.registry}[{self.number}]"
+
+
 def holders_of(name: str, value: Any) -> list[Holder]:
     """List the holders that a value is made of: none for a number, a text, a tensor, or what nothing is known of.
 
@@ -96,15 +106,39 @@ def _of_module(name: str, module: nn.Module) -> list[Holder]:
     kind = type(module)
     if kind.__module__.startswith(WRAPPERS):
         return held
-    hooks = {**module._forward_hooks, **module._forward_pre_hooks}
-    seen = {"forward": vars(module).get("forward"), **{f"hook {i}": hook for i, hook in enumerate(hooks.values())}}
+    seen: dict[str, Any] = {"forward": vars(module).get("forward")}
     if not kind.__module__.startswith("torch."):
         seen |= {"forward()": kind.forward, "class": kind}
-    return [*held, _attributes(name, module, skip=_INTERNAL), _fixed(name, module, seen)]
+    return [*held, _attributes(name, module, skip=_INTERNAL), _hooks(name, module), _fixed(name, module, seen)]
 
 
 _INTERNAL = frozenset(vars(nn.Module()))
 """What every module has: its registries, its hooks, its mode."""
+
+
+_HOOKS = tuple(name for name in vars(nn.Module()) if name.startswith(("_forward_", "_backward_")) and "hooks" in name)
+
+
+def _hooks(name: str, module: nn.Module) -> Holder:
+    """The hooks of a module: a model that sets hooks and notes that it has would set them twice if only the note went.
+
+    What a registry says of a hook goes with it; the registries themselves stay, as handles know them.
+    """
+
+    def read() -> dict[Hashable, Any]:
+        inside = vars(module)
+        return {Hook(kind, key): hook for kind in _HOOKS for key, hook in (inside.get(kind) or {}).items()}
+
+    def write(saved: dict[Hashable, Any]) -> None:
+        for kind in _HOOKS:
+            registry = vars(module).get(kind)
+            if registry is not None:
+                mine: dict[Hashable, Any] = {
+                    cast("Hook", key).number: hook for key, hook in saved.items() if cast("Hook", key).registry == kind
+                }
+                _refill(registry, mine)
+
+    return Holder(name, module, read, write)
 
 
 def _of_function(function: types.FunctionType) -> list[Holder]:

@@ -288,8 +288,6 @@ class _Inside(transformers.Trainer):
             if any(everywhere(self._meaning.new(collated))):
                 self._meaning.agree(alone, collated)
         balance = self._meaning.balance(alone, pieces)
-        if balance is not None:  # a share of the window's load is no loss of the micro-batch alone
-            options["verify"] = "never"
 
         def loss_fn(model: nn.Module, inputs: Any) -> Any:
             if self._cuts_samples:
