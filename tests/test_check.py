@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from typing import Any
 
 import pytest
@@ -356,3 +357,11 @@ def test_offsets_into_a_ready_made_micro_batch_are_not_glued_to_others() -> None
 def whole_of(model: nn.Module, loss_fn: Any, window: Any) -> torch.Tensor:
     (gradient,) = torch.autograd.grad(torch.cat([loss_fn(model, part) for part in window]).mean(), model.parameters())
     return gradient
+
+
+def test_a_scripted_model_is_read_too() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch calls it deprecated
+        model = torch.jit.script(nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3)))
+    assert wb.check(model, cross_entropy, labelled(), 4).ok
+    assert not wb.check(model, in_batch, labelled(), 4).ok

@@ -357,6 +357,23 @@ def test_rows_that_add_up_only_because_they_are_alike_prove_nothing(name: str) -
 # What can't be tried is said, and noted once.
 
 
+def test_parameters_that_the_first_forward_makes_are_drawn_as_ever() -> None:
+    def lazy() -> nn.Module:
+        return nn.Sequential(nn.LazyLinear(8, dtype=D), nn.Tanh(), nn.Linear(8, 3, dtype=D))
+
+    torch.manual_seed(0)
+    model, plain = lazy(), lazy()
+    plain[2].load_state_dict(model[2].state_dict())
+    torch.manual_seed(3)
+    assert "next window" in wb.backward(model, losses, rows(20), 8).verified
+    torch.manual_seed(3)
+    plain(rows(20)["x"])
+    assert torch.equal(model[0].weight, plain[0].weight) and model[0].weight.unique().numel() > 8
+    assert wb.backward(model, losses, rows(20), 8).verified.startswith("verified")
+    with pytest.raises(ValueError, match=r"Run one forward before"):
+        wb.check(lazy(), losses, rows(20), 8)
+
+
 def test_what_cannot_be_tried_is_said_and_noted_once(caplog: pytest.LogCaptureFixture) -> None:
     model = linear()
     window = wb.Window([{"x": torch.randn(1, 2 + n, 5, dtype=D)} for n in range(3)])  # rows that can't be joined

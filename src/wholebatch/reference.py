@@ -390,10 +390,12 @@ def unwrapped(model: nn.Module) -> nn.Module:
     while True:
         if isinstance(model, nn.parallel.DistributedDataParallel):
             model = model.module
-        elif isinstance(vars(model).get("_modules", {}).get("_orig_mod"), nn.Module):
-            model = model._orig_mod  # type: ignore[assignment]
-        else:
+            continue
+        inside = vars(model).get("_modules")
+        own = inside.get("_orig_mod") if isinstance(inside, dict) else None  # a scripted model has no such dict
+        if not isinstance(own, nn.Module):
             return model
+        model = own
 
 
 def twin_of(model: nn.Module) -> nn.Module:

@@ -11,6 +11,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 
 from wholebatch.copies import copied, tensors_in
 from wholebatch.errors import SyncError, WholeBatchError
@@ -84,6 +85,11 @@ class Stage:
             raise SyncError(
                 f"{type(self.plain).__name__} has its parameters spread over ranks, and the plain reading needs them "
                 "whole. Check the model before fully_shard."
+            )
+        if any(is_lazy(parameter) for parameter in self.plain.parameters()):
+            raise ValueError(
+                f"{type(self.plain).__name__} has parameters that its first forward makes, and here it would make them "
+                "with draws held still. Run one forward before, such as loss_fn(model, batch), and then check."
             )
         self.survey = Survey(self.plain, reach_of(loss_fn).modules)
         self.outside: list[Tensor] = []

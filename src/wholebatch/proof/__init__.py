@@ -20,6 +20,7 @@ from contextvars import ContextVar
 from typing import Any
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from wholebatch.proof.identity import identity_of, state_of
 from wholebatch.proof.sample import samples_of
@@ -58,6 +59,9 @@ def proven(trial: Trial, batch: Any, pieces: Sequence[Piece], splits: bool = Fal
         return 'not verified: verify="never"'
     if len(pieces) < 2 and not splits:
         return "not verified: one micro-batch, in which nothing is cut"
+    if any(is_lazy(parameter) for parameter in trial.survey.parameters):
+        # what a forward with fixed draws initialises would stay so: rows of equal weights, which never part
+        return "not verified: parameters are made by the first forward, so the next window is tried"
     known = PROVEN.setdefault(trial.survey.model, {})
     key = identity_of(trial.functions, trial.options, batch), state_of(trial.survey)
     if when == "first" and key in known:

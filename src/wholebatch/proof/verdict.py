@@ -278,7 +278,8 @@ def _refuse_steps(outcome: Outcome) -> None:
         raise InexactError(
             f"One forward and backward moves {len(moved)} parameters (first: {moved[0]!r}): something steps inside, as "
             "optimizers in the backward pass do, so each micro-batch would be stepped with by itself. Take the "
-            "hook or the step away, and step after wb.backward, or use wb.Step."
+            "hook or the step away, and step after wb.backward, or use wb.Step; a teacher or an average that follows "
+            "the model belongs after the step (after_step=)."
         )
 
 
