@@ -13,7 +13,16 @@ from wholebatch.proof.trial import Outcome, Trial
 from wholebatch.watch import alone, handed_on
 from wholebatch.window import Piece, Window
 
-USER_ERRORS = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, AssertionError)
+USER_ERRORS = (
+    RuntimeError,
+    ValueError,
+    TypeError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    AssertionError,
+    OSError,
+)
 """What code raises that was not written for so few rows, or not to be run in this way."""
 
 NOISE = 20

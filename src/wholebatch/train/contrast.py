@@ -192,6 +192,8 @@ class Sentences(Encoder):
         transformers = require("transformers", "hf", "A Hugging Face folder")
         self.tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
         self.body = transformers.AutoModel.from_pretrained(folder, local_files_only=True)
+        for name, parameter in self.body.named_parameters():
+            parameter.requires_grad_(not name.startswith("pooler."))  # the mean of all tokens is taken instead
 
     def inputs(self, texts: list[str]) -> Batch:
         """Tokenise texts and pad them to the longest."""
