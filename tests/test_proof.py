@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from oracle import assert_differs, whole_batch
+from oracle import assert_differs, assert_same_gradient, whole_batch
 from torch import Tensor, nn
 
 import wholebatch as wb
@@ -352,6 +352,29 @@ def test_rows_that_add_up_only_because_they_are_alike_prove_nothing(name: str) -
     parts = list(batch) if isinstance(batch, wb.Window) else [batch]
     whole = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
     assert_differs(model, whole_batch(model, lambda m, b: tokens_as_rows(m, b).value, whole))
+
+
+class Grown(nn.Module):
+    """Makes its last layer in the first forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(5, 5, dtype=D), None
+
+    def forward(self, x: Tensor) -> Any:
+        if self.last is None:
+            self.last = linear()
+        return self.last(self.first(x))
+
+
+def test_a_layer_that_the_first_forward_makes_is_there_after_one_forward_before() -> None:
+    torch.manual_seed(0)
+    model = Grown()
+    with pytest.raises(InexactError, match="one forward before the window"):
+        wb.backward(model, losses, rows(20), 8)
+    model(rows(20)["x"])
+    assert wb.backward(model, losses, rows(20), 8).verified.startswith("verified")
+    assert_same_gradient(model, whole_batch(model, lambda m, b: losses(m, b).mean(), rows(20)))
 
 
 # What can't be tried is said, and noted once.

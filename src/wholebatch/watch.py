@@ -163,7 +163,8 @@ class Watch(Unwatched):
             raise InexactError(
                 f"What a micro-batch says depends on {listed(moved)}, which the forwards move: it follows each of "
                 f"{len(pieces)} micro-batches instead of the batch. Move it once, after the step "
-                "(wb.Step(..., after_step=[...])) or after wb.backward, and only read it in the forward. Where "
+                "(wb.Step(..., after_step=[...])) or after wb.backward, and only read it in the forward. What the "
+                "first forward makes for good, such as a layer, is there after one forward before the window. Where "
                 "micro-batches are meant to follow one another, as chunks of time that carry a state, pass "
                 'verify="never".'
             )
