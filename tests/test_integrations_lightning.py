@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from typing import Any
@@ -353,3 +355,19 @@ def test_batch_norm_that_runs_in_a_window_is_refused_and_chosen(hidden: bool) ->
     module = Normed(hidden)
     fit(module, [door.Exact(batch_norm="micro")])
     assert len(module.steps) == 2
+
+
+def test_the_older_package_serves_where_the_newer_one_is_not_installed() -> None:
+    pytest.importorskip("pytorch_lightning")
+    script = """
+import sys
+sys.modules["lightning"] = None
+from wholebatch.integrations.lightning import Exact, backward
+import pytorch_lightning, lightning_fabric, torch
+assert issubclass(Exact, pytorch_lightning.Callback)
+fabric = lightning_fabric.Fabric(accelerator="cpu")
+model = fabric.setup(torch.nn.Linear(3, 1))
+print(backward(fabric, model, lambda model, x: model(x).square(), torch.randn(10, 3), 4).micro_batches)
+"""
+    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
+    assert ran.stdout.strip().endswith("3"), ran.stderr

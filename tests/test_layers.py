@@ -53,7 +53,7 @@ RANK = {room: (layer, place) for layer, rooms in enumerate(LAYERS) for place, ro
 # What a room may import besides the standard library, torch (with the typing_extensions it brings) and wholebatch.
 FRAMEWORKS = {
     "integrations/accelerate": {"accelerate"},
-    "integrations/lightning": {"lightning"},
+    "integrations/lightning": {"lightning", "lightning_fabric", "pytorch_lightning"},
     "integrations/transformers": {"transformers", "accelerate"},
     "integrations/ultralytics": {"ultralytics"},
     "train": {"PIL", "numpy", "pyarrow", "rich", "safetensors", "sklearn", "transformers", "tyro", "yaml"},

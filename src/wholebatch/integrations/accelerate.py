@@ -55,8 +55,9 @@ def backward(
     _refuse(accelerator)
     if not accelerator.sync_gradients:
         raise InexactError(
-            f"accelerator.accumulate holds this step back until {accelerator.gradient_accumulation_steps} blocks have "
-            "run, but a whole window is a step. Call backward outside of accelerator.accumulate."
+            "Accelerate is between the steps of an accelerator.accumulate, which holds the prepared optimizers of all "
+            "accelerators back, but a whole window is a step. Call backward outside of accelerator.accumulate, and let "
+            f"each loop with it end (gradient_accumulation_steps={accelerator.gradient_accumulation_steps} here)."
         )
     return wb.backward(model, loss_fn, batch, micro_batch_size, scaler=accelerator.scaler, **options)
 

@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
-import lightning
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -23,6 +22,13 @@ from wholebatch.integrations.watching import FirstWindow
 from wholebatch.loss import read
 from wholebatch.options import Options
 from wholebatch.sizes import Size
+
+try:
+    import lightning
+    from lightning import Fabric
+except ModuleNotFoundError:  # the same under its older name, installed without the other
+    import pytorch_lightning as lightning  # type: ignore[no-redef]
+    from lightning_fabric import Fabric  # type: ignore[assignment]
 
 _ENDING: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
 """Trainers that have been set up with the callback; their tuners run trials without it."""
@@ -116,7 +122,7 @@ def whole(module: lightning.LightningModule, returned: Any) -> Tensor:
 
 
 def backward(
-    owner: lightning.LightningModule | lightning.Fabric,
+    owner: lightning.LightningModule | Fabric,
     model: nn.Module,
     loss_fn: Callable[[Any, Any], Any],
     batch: Any,
@@ -145,10 +151,10 @@ def backward(
         >>> backward(fabric, model, lambda model, x: model(x).square(), torch.randn(10, 3), 4).micro_batches
         3
     """
-    strategy: Any = owner.strategy if isinstance(owner, lightning.Fabric) else owner.trainer.strategy
+    strategy: Any = owner.strategy if isinstance(owner, Fabric) else owner.trainer.strategy
     outer: Any
     _refuse(strategy)
-    if isinstance(owner, lightning.Fabric):
+    if isinstance(owner, Fabric):
         precision, outer = strategy.precision, model
         model = _Bare(_wrapper_in(model) or outer.module, precision)
     else:

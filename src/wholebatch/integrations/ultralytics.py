@@ -112,7 +112,7 @@ class _Whole(BaseTrainer):
         _refuse(self)
         if getattr(self.model, "criterion", None) is None:
             self.model.criterion = self.model.init_criterion()
-        _refuse_loss(self.model.criterion)
+        _refuse_loss(self.model.criterion, str(self.args.task))
         self._batches, self._shown = [], (-1, 0)
         self._later = self.model.criterion = _Later(self.model.criterion, self._end_epoch)
         self._hook = self.model.register_forward_pre_hook(_put_off, with_kwargs=True)
@@ -204,10 +204,11 @@ def _refuse(trainer: Any) -> None:
         raise InexactError(f"{type(trainer).__name__} cannot make a step exact with {name}. Train without it.")
 
 
-def _refuse_loss(criterion: Any) -> None:
+def _refuse_loss(criterion: Any, task: str) -> None:
     branches = [criterion.one2many, criterion.one2one] if isinstance(criterion, E2ELoss) else [criterion]
     for kind in (type(branch) for branch in branches):
         if kind not in (v8DetectionLoss, v8ClassificationLoss):
             raise InexactError(
-                f"What {kind.__name__} averages over is not known here. Served are detection and classification."
+                f"What {kind.__name__} of the task {task!r} averages over is not known here. Served are detection and "
+                "classification (task='detect', task='classify')."
             )
