@@ -339,7 +339,7 @@ def test_the_size_found_is_remembered_and_a_larger_one_is_tried_again() -> None:
     assert memory.failures == 2
     memory.rows = 13
     sizes = [run(model, IDS, auto)[0].micro_batches for _ in range(300)]
-    assert sizes[0] == 5
+    assert sizes[0] == 4  # 13 and 7 did not fit, the larger half of 7 does
     assert sizes[-1] == 1
 
 
@@ -375,7 +375,7 @@ def test_every_other_error_passes_untouched(error: BaseException) -> None:
         return squares(model, ids)
 
     with pytest.raises(type(error)) as raised:
-        run(model, IDS, wb.Auto(8), broken)
+        run(model, IDS, wb.Auto(8), broken, verify="never")
     assert raised.value is error
     assert calls == [8, 5]
     assert all(torch.equal(p.grad, torch.ones_like(p)) for p in model.parameters() if p.grad is not None)

@@ -25,7 +25,7 @@ from torch.nn.parameter import is_lazy
 from wholebatch.proof.identity import identity_of, state_of
 from wholebatch.proof.sample import samples_of
 from wholebatch.proof.trial import Trial
-from wholebatch.proof.verdict import Judge, NotTried
+from wholebatch.proof.verdict import USER_ERRORS, Judge, NotTried
 from wholebatch.window import Piece
 
 logger = logging.getLogger("wholebatch")
@@ -80,7 +80,10 @@ def proven(trial: Trial, batch: Any, pieces: Sequence[Piece], splits: bool = Fal
 def _shown(trial: Trial, batch: Any, pieces: Sequence[Piece]) -> str:
     if trial.ranks.lockstep or trial.ranks.meets:
         raise NotTried("every forward is a collective here, in which all ranks have to take part")
-    samples = list(samples_of(batch, pieces, trial.options))
+    try:
+        samples = list(samples_of(batch, pieces, trial.options))
+    except (*USER_ERRORS, MemoryError) as error:  # the window will meet it too, and deal with it
+        raise NotTried(f"its rows could not be put together ({type(error).__name__}: {error!s:.200})") from error
     if not samples:
         raise NotTried("no micro-batch has two rows that can be told apart")
     return Judge(trial, batch, pieces).judge(samples)

@@ -28,6 +28,7 @@ from wholebatch.readers import hooks_that_read
 from wholebatch.shapes import Shapes
 from wholebatch.shares import Shares
 from wholebatch.snapshot import Moved, Snapshot
+from wholebatch.state import State
 from wholebatch.sums import Sums, Tally
 from wholebatch.survey import Survey
 from wholebatch.sync import Ranks
@@ -203,7 +204,11 @@ class Trial:
     def _side(self, micro_batches: Sequence[Any] | Iterator[Any], sign: float, whole: Sums | None) -> Sums:
         """Add the gradient of some micro-batches, divided by the items of the whole, or take it away."""
         tally, shares = Tally(), Shares(self.scaler, 1, drops_empty=False)
+        # Whoever has chosen a batch_norm= has buffers moved once a batch, or follow each micro-batch on purpose.
+        buffers = None if self.options.get("batch_norm") is None else State(self.survey)
         for micro_batch in micro_batches:
+            if buffers is not None:
+                buffers.restore_buffers()
             said = read(self._returned(micro_batch))
             self._outcome.shapes.note(said, _rows(micro_batch, self.options), self._watched.micro_batch)
             answer = tally.add(said)

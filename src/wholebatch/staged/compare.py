@@ -71,7 +71,11 @@ def _refuse_unregistered(model: nn.Module, call: Call, answered: Sequence[Any], 
     hidden = [place for place, mean in norms.seen if mean is not None and id(mean) not in buffers]
     own = {id(tensor) for tensor in (*model.parameters(), *call.leaves)}
     outputs = [leaf for leaf in answered if isinstance(leaf, Tensor)]
-    hidden += [f"A parameter of shape {tuple(leaf.shape)}" for leaf in leaves_of(outputs) if id(leaf) not in own]
+    # Some models let their own inputs, or views of them, require a gradient, for the sake of checkpoints.
+    given = {leaf.untyped_storage().data_ptr() for leaf in call.leaves if isinstance(leaf, Tensor)}
+    reached = [leaf for leaf in leaves_of(outputs) if id(leaf) not in own]
+    strange = [leaf for leaf in reached if leaf.untyped_storage().data_ptr() not in given]
+    hidden += [f"A parameter of shape {tuple(leaf.shape)}" for leaf in strange]
     if hidden:
         raise CaptureError(
             f"{hidden[0]} is used by the model but not registered in it, so that a captured graph would never move it. "
