@@ -52,6 +52,11 @@ class Piece:
         own, its = (piece.forwards[-1].batch if piece.forwards else None for piece in (self, other))
         return own is not None and its is not None and own[0] == its[0] and own[1] != its[1]
 
+    def same_batch(self, other: Piece) -> bool:
+        """Tell whether both are known to be of one and the same batch of a loader."""
+        own, its = (piece.forwards[-1].batch if piece.forwards else None for piece in (self, other))
+        return own is not None and own == its
+
     def alike(self, other: Piece) -> bool:
         """Tell whether two losses are made of the same parts and reach the same parameters."""
         own, its = ([(term.path, term.name) for term in piece.backward.terms] for piece in (self, other))

@@ -20,8 +20,9 @@ def gathered(pieces: Sequence[Piece]) -> list[list[Piece]]:
     often = collections.Counter(piece.backward.path for piece in pieces)
     for here, there in combinations(range(len(pieces)), 2):
         times = often[pieces[here].backward.path], often[pieces[there].backward.path]
-        # A branch for the last micro-batch: many times here, once there.
+        # A branch for the last micro-batch: many times here, once there, and on the loader's next batch.
         branch = min(times) == 1 < max(times) and pieces[here].alike(pieces[there])
+        branch = branch and not pieces[here].same_batch(pieces[there])
         if group[here] != group[there] and (branch or run_again(pieces[here], pieces[there])):
             old, new = group[there], group[here]
             group = [new if number == old else number for number in group]
