@@ -97,6 +97,8 @@ def hooks() -> tuple[int, ...]:
     return (
         len(module._global_forward_hooks),
         len(module._global_forward_pre_hooks),
+        len(module._global_forward_hooks_with_kwargs),
+        len(module._global_forward_hooks_always_called),
         len(optimizer._global_optimizer_pre_hooks),
         len(optimizer._global_optimizer_post_hooks),
         torch._C._len_torch_function_stack(),

@@ -18,6 +18,7 @@ from torch.optim import lr_scheduler, swa_utils
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
+from torch.utils.hooks import RemovableHandle
 
 from wholebatch.doctor.library import around_library
 from wholebatch.doctor.recorder import Recorder
@@ -61,8 +62,23 @@ def module_hooks(recorder: Recorder) -> list[Any]:
 
     return [
         register_module_forward_pre_hook(enter),
-        register_module_forward_hook(leave, with_kwargs=True, always_call=True),
+        _Forgotten(register_module_forward_hook(leave, with_kwargs=True, always_call=True)),
     ]
+
+
+class _Forgotten:
+    """The handle of a global forward hook with keyword arguments, forgotten as a whole when it is removed.
+
+    Torch's own handle (2.0 to 2.13) leaves the hook's number behind among those with keyword arguments, whereupon
+    every compiled module warns of global hooks for the rest of the process.
+    """
+
+    def __init__(self, handle: RemovableHandle) -> None:
+        self.handle = handle
+
+    def remove(self) -> None:
+        self.handle.remove()
+        torch.nn.modules.module._global_forward_hooks_with_kwargs.pop(self.handle.id, None)
 
 
 def optimizer_hooks(recorder: Recorder) -> list[Any]:
