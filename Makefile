@@ -21,7 +21,7 @@ train: .venv/.run
 	$(BIN)/wholebatch train $(ARGS)
 
 test: .venv/.dev
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist worksteal $(ARGS)
 
 lint: .venv/.dev
 	$(BIN)/ruff check .

@@ -471,7 +471,7 @@ def nt_xent(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(similar, torch.arange(len(both)).roll(len(first)))
 
 
-@pytest.mark.parametrize("size", [1, 2, 4, wb.Tokens(24, length=lambda row: 6)], ids=str)
+@pytest.mark.parametrize("size", [1, 2, 4, pytest.param(wb.Tokens(24, length=lambda row: 6), id="tokens")])
 def test_views_one_behind_the_other_are_refused_and_side_by_side_they_are_exact(size: Any) -> None:
     """Stacked views of several micro-batches would come as v1 v2 v1 v2, and be read as v1 v1 v2 v2."""
     torch.manual_seed(3)

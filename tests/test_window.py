@@ -273,7 +273,10 @@ def test_a_number_in_the_loaders_place_is_refused_at_once() -> None:
         wb.windows(8, [1, 2])  # type: ignore[arg-type, call-overload]
 
 
-@pytest.mark.parametrize("k", [1, 2, 3, 5, [1, 2, 4], lambda window: window + 1], ids=str)
+GROWING = pytest.param(lambda window: window + 1, id="growing")
+
+
+@pytest.mark.parametrize("k", [1, 2, 3, 5, pytest.param([1, 2, 4], id="listed"), GROWING])
 @pytest.mark.parametrize("last", ["apply", "drop"])
 @pytest.mark.parametrize("number", [0, 1, 6, 7])
 def test_the_number_of_windows_is_known_where_that_of_micro_batches_is(number: int, last: Any, k: Any) -> None:
