@@ -130,7 +130,7 @@ def test_what_has_no_certain_rows_can_run_whole_and_counts_as_one(batch: Any) ->
 def test_a_window_runs_as_it_is() -> None:
     window = wb.Window([{"x": torch.zeros(3, 1)}, {"x": torch.zeros(2, 1)}])
     pieces = pieces_of(window)
-    assert [piece.load() is micro_batch for piece, micro_batch in zip(pieces, window, strict=True)] == [True, True]
+    assert [piece.load() is given for piece, given in zip(pieces, window, strict=True)] == [True, True]
     assert [piece.rows for piece in pieces] == [3, 2]
 
 
@@ -300,7 +300,7 @@ def test_none_in_a_window_that_is_cut_says_what_none_means() -> None:
 
 
 @pytest.mark.parametrize(
-    "micro_batch",
+    "given",
     [
         {"graph": object(), "y": torch.zeros(0)},
         {"path": "image.png", "boxes": torch.zeros(0, 4)},
@@ -310,9 +310,9 @@ def test_none_in_a_window_that_is_cut_says_what_none_means() -> None:
     ],
     ids=["graph", "path", "images", "nothing countable", "list"],
 )
-def test_a_micro_batch_without_countable_rows_counts_and_runs(micro_batch: Any) -> None:
-    window = wb.Window([{"x": torch.zeros(3, 1)}, micro_batch])
-    assert [piece.load() for piece in pieces_of(window)][1] is micro_batch
+def test_a_micro_batch_without_countable_rows_counts_and_runs(given: Any) -> None:
+    window = wb.Window([{"x": torch.zeros(3, 1)}, given])
+    assert [piece.load() for piece in pieces_of(window)][1] is given
     model, ran = torch.nn.Linear(1, 1), []
 
     def loss(model: torch.nn.Module, piece: Any) -> wb.Mean:
@@ -320,7 +320,7 @@ def test_a_micro_batch_without_countable_rows_counts_and_runs(micro_batch: Any) 
         return wb.mean(model(torch.ones(2, 1)))
 
     assert wb.backward(model, loss, window).micro_batches == 2
-    assert ran[-1] is micro_batch
+    assert ran[-1] is given
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")

@@ -355,7 +355,7 @@ class _Trial:
     def _run(self, context: Running, piece: Piece) -> tuple[float, float]:
         """Run one piece; return the bytes kept for its backward, and the seconds of this process."""
         model, device = self._model, self._device
-        micro_batch = Window([move(piece.load(), device)])
+        window = Window([move(piece.load(), device)])
         cuda = device is not None and device.type == "cuda"
         if cuda:
             torch.cuda.synchronize(device)
@@ -365,7 +365,7 @@ class _Trial:
         start, clock = now(), time.perf_counter()
         counted = nullcontext() if cuda else SavedBytes(ignored=[*model.parameters(), *model.buffers()])
         with left_alone(model), context(), counted as saved:
-            all_or_nothing(lambda gradients: self._without_trace(gradients, micro_batch))
+            all_or_nothing(lambda gradients: self._without_trace(gradients, window))
         if cuda:
             torch.cuda.synchronize(device)
         seconds = now() - start

@@ -236,7 +236,7 @@ def pieces_of(batch: Any, size: Size = None, *, whole: Sequence[str] = (), colla
     if not isinstance(batch, Window):
         return _pieces(batch, limit, whole, collate)
     if limit is not None or collate is not None:
-        return [piece for micro_batch in batch for piece in _pieces(micro_batch, limit, whole, collate)]
+        return [piece for given in batch for piece in _pieces(given, limit, whole, collate)]
     return _ready_made(batch, whole)
 
 
@@ -276,7 +276,7 @@ def _pieces(batch: Any, limit: int | Tokens | None, whole: Sequence[str], collat
 
 def _ready_made(window: Window, whole: Sequence[str]) -> list[Piece]:
     """One piece for each micro-batch; where the rows of one cannot be counted, all count the same."""
-    nests = [Nest(micro_batch, whole) for micro_batch in window]
+    nests = [Nest(given, whole) for given in window]
     if any(_rows(nest) is None for nest in nests):
         return [_uncut(nest) for nest in nests]
     return [piece for nest in nests for piece in _one_piece(nest)]

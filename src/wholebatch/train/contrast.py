@@ -104,8 +104,8 @@ class Contrast(Task):
         """Return for how many held-out signatures the nearest of all held-out docstrings is the right one."""
         sides: list[tuple[Tensor, Tensor]] = []
         for piece in pieces_of(self.held, PIECE_ROWS, collate=self.collate):
-            micro_batch = move(piece.load(), device_of(model))
-            sides.append((encode_signatures(model, micro_batch)[0], encode_docstrings(model, micro_batch)))
+            pairs = move(piece.load(), device_of(model))
+            sides.append((encode_signatures(model, pairs)[0], encode_docstrings(model, pairs)))
         left, right = (torch.cat(side) for side in zip(*sides, strict=True))
         nearest = (left @ right.T).argmax(1).cpu()
         return {"recall_at_1": float((nearest == torch.arange(len(nearest))).float().mean())}
