@@ -17,6 +17,7 @@ FAR = 64
 UNTOUCHED = ("TBackward0", "ToCopyBackward0")
 """What may stand between a parameter and the operation that uses it."""
 
+CROSS_ENTROPIES = ("NllLossBackward0", "NllLoss2DBackward0")
 
 MEETING = {
     *("Topk", "Sort", "Kthvalue", "Median", "Mean", "Sum", "Prod", "Var", "Std", "VarMean", "StdMean", "Logsumexp"),
@@ -54,10 +55,16 @@ def ignored_targets(term: Mean) -> Iterator[Tensor]:
     summed, chosen or joined since is another number of values, and is left alone.
     """
     size = int(term.count) if isinstance(term.count, float) else -1
-    for node, _ in _walk(term, lambda node, shape: math.prod(shape) == size and _kind(node) not in MEETING):
-        if node.name() in ("NllLossBackward0", "NllLoss2DBackward0") and getattr(node, "_saved_reduction", None) == 0:
-            target, ignored = node._saved_target, node._saved_ignore_index  # type: ignore[attr-defined]
-            yield (target == (ignored - 2**64 if ignored >= 2**63 else ignored)).any()
+    nodes = _before_the_sum(term)
+    if len(nodes) == 1 and nodes[0].name() in CROSS_ENTROPIES:  # mostly so, and every micro-batch is looked at
+        found: Iterator[Node] = iter(nodes)
+    else:
+        walk = _walk(term, lambda node, shape: math.prod(shape) == size and _kind(node) not in MEETING)
+        found = (node for node, _ in walk if node.name() in CROSS_ENTROPIES)
+    for node in found:
+        target, ignored = node._saved_target, node._saved_ignore_index  # type: ignore[attr-defined]
+        if node._saved_reduction == 0 and target.numel() == size:  # type: ignore[attr-defined]
+            yield target.eq(ignored - 2**64 if ignored >= 2**63 else ignored).any()
 
 
 def values_summed(term: Mean) -> int:

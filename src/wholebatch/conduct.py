@@ -7,6 +7,7 @@ import functools
 import inspect
 import types
 from collections.abc import Callable, Sequence
+from itertools import islice
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -89,8 +90,8 @@ class Watched:
 
     def _few(self) -> list[_Look]:
         """Look closely at some parameters: what is written in place shows in their versions."""
-        parameters = list(self._parameters.values())
-        return [_look_at(p) for p in parameters[:: 1 + len(parameters) // SAMPLE] if not nn.parameter.is_lazy(p)]
+        few = islice(self._parameters.values(), 0, None, 1 + len(self._parameters) // SAMPLE)
+        return [_look_at(p) for p in few if not nn.parameter.is_lazy(p)]
 
     def _gradients(self) -> list[tuple[Tensor, Tensor | None]]:
         """Look at which gradients are there, for every parameter, in the first micro-batches."""

@@ -105,20 +105,24 @@ class Provisional:
 
     def _guess(self, term: Mean, extent: float, first: bool) -> None:
         count = term.count
-        most = max(_places(term) * extent, self._extent)  # what is divided by while nothing has been counted
         if isinstance(count, Tensor):
             if first:  # a device is not asked: its first micro-batch has to do
-                self._number = power_of_two(torch.where(count != 0, count * extent, most))
+                self._number = power_of_two(torch.where(count != 0, count * extent, self._most(term, extent)))
             return
         empty = not self._items
         self._items, self._share = self._items + abs(count), self._share + 1 / extent
-        guess, number = power_of_two(self._items / self._share if self._items else most), self._number
+        items = self._items / self._share if self._items else self._most(term, extent)
+        guess, number = power_of_two(items), self._number
         if first:
             self._number = guess
         elif (
             isinstance(guess, float) and isinstance(number, float) and self._adapts and (empty or guess >= FAR * number)
         ):
             self._number, self._correction = guess, number / guess
+
+    def _most(self, term: Mean, extent: float) -> float:
+        """What is divided by while nothing has been counted."""
+        return max(_places(term) * extent, self._extent)
 
     def of(self, answer: Answer) -> Divisors:
         if self._true is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -15,7 +15,7 @@ class _Flag(NamedTuple):
     """A truth value that should be false, and what is wrong if it is not."""
 
     value: Tensor
-    words: str
+    words: Callable[[], str]
 
 
 class Flags:
@@ -28,8 +28,12 @@ class Flags:
     def __init__(self) -> None:
         self._open: list[_Flag] = []
 
-    def add(self, flag: Tensor, words: str) -> None:
+    def add(self, flag: Tensor, words: Callable[[], str]) -> None:
         """Raise if a truth value on the host holds; keep one on a device.
+
+        Args:
+            flag: on any device.
+            words: says what is wrong; asked only where something is.
 
         Raises:
             LossError: with these words.
@@ -37,7 +41,7 @@ class Flags:
         if flag.device.type != "cpu":
             self._open.append(_Flag(flag, words))
         elif bool(flag):
-            raise LossError(words)
+            raise LossError(words())
 
     @property
     def values(self) -> list[Tensor]:
@@ -57,5 +61,5 @@ class Flags:
             read = torch.stack([value.to("cpu") for value in self.values]).tolist() if self._open else []
         for flag, holds in zip(self._open, read, strict=True):
             if holds:
-                raise LossError(flag.words)
+                raise LossError(flag.words())
         self._open.clear()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -42,7 +44,7 @@ class Forms:
         for key, term in answer.terms.items():
             if _kind(term) == "shape" and isinstance(term.source, torch.Size):
                 for some in ignored_targets(term):
-                    self.flags.add(some, _ignored(key, term))
+                    self.flags.add(some, partial(_ignored, key, term.count))
 
     def compare(self, key: TermKey, first: Tensor, term: Mean) -> None:
         """Look whether a value that exists once per batch is the same in another micro-batch.
@@ -54,14 +56,7 @@ class Forms:
         near = torch.isclose(
             now, first.to(now.device, now.dtype), rtol=CLOSE.get(now.dtype, 1e-5), atol=1e-12, equal_nan=True
         )
-        values = f": {first.item():g} and {now.item():g}" if now.device.type == "cpu" else ""
-        self.flags.add(
-            ~near,
-            f"The term {key[0]!r} was returned as wb.once(value), but its value differs between micro-batches{values}. "
-            "It is computed from their rows (or draws), and only the first would count. A mean over rows is "
-            "wb.mean(values) or wb.from_mean(loss, items=n), a sum wb.total(values); what needs all rows at once is "
-            "for wb.coupled_backward.",
-        )
+        self.flags.add(~near, partial(_differs, key, first, now))
 
     def _refuse(self, named: bool, pattern: tuple[tuple[str, float | None], ...]) -> None:
         before, now = _described(bool(self.named), self._pattern), _described(named, pattern)
@@ -103,10 +98,19 @@ def _described(named: bool, pattern: tuple[tuple[str, float | None], ...]) -> st
     return "a dict of terms" if named else f"a sum of {len(pattern)} terms" if len(pattern) > 1 else "one term"
 
 
-def _ignored(key: TermKey, term: Mean) -> str:
+def _differs(key: TermKey, first: Tensor, now: Tensor) -> str:
+    return (
+        f"The term {key[0]!r} was returned as wb.once(value), but its value differs between micro-batches: "
+        f"{first.item():g} and {now.item():g}. It is computed from their rows (or draws), and only the first would "
+        "count. A mean over rows is wb.mean(values) or wb.from_mean(loss, items=n), a sum wb.total(values); what needs "
+        "all rows at once is for wb.coupled_backward."
+    )
+
+
+def _ignored(key: TermKey, count: Count) -> str:
     return (
         f"The loss values of the term {key[0]!r} are a cross entropy with ignored targets, for which "
-        f'reduction="none" gives zeros: their mean over all {term.count:g} values would count these in. Use '
+        f'reduction="none" gives zeros: their mean over all {float(count):g} values would count these in. Use '
         "wb.losses.cross_entropy(logits, labels), or wb.mean(values, labels != ignore_index). To divide by all of them "
         "on purpose: wb.Mean(values.sum(), values.numel())."
     )

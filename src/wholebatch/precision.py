@@ -362,7 +362,8 @@ def leaves_of(outputs: Iterable[Tensor]) -> list[Tensor]:
     """List the leaf tensors that a backward pass from these outputs would reach."""
     ends: list[Node] = []
     nodes_of(outputs, ends)
-    return [end.variable for end in ends if hasattr(end, "variable")]
+    leaves = (getattr(end, "variable", None) for end in ends)  # each question to a node takes a while
+    return [leaf for leaf in leaves if leaf is not None]
 
 
 def foreign_leaves(outputs: Sequence[Tensor], survey: Survey) -> list[Tensor]:

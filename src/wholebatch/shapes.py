@@ -43,6 +43,7 @@ class Shapes:
 
     def __init__(self) -> None:
         self._noted: dict[object, list[_Noted]] = {}
+        self._rows: dict[tuple[object, torch.Size], set[int]] = {}
 
     def note(self, answer: Answer | None, rows: int, micro_batch: Any) -> None:
         """Take note of one micro-batch's bare tensors."""
@@ -50,7 +51,7 @@ class Shapes:
             return
         for key, term in [*answer.terms.items(), *answer.metrics.items()]:
             if term.kind == "bare":
-                self._note(self._noted.setdefault(key, []), term, rows, micro_batch)
+                self._note(key, term, rows, micro_batch)
 
     def check(self) -> None:
         """Raise if a shape of this window shows that its values are not one a row or token.
@@ -66,14 +67,15 @@ class Shapes:
             if _stays(noted):
                 raise LossError(_refusal(noted[-1]))
 
-    def _note(self, noted: list[_Noted], term: Mean, rows: int, micro_batch: Any) -> None:
+    def _note(self, key: object, term: Mean, rows: int, micro_batch: Any) -> None:
         new = _Noted(rows, _shape_of(term))
+        same = self._rows.setdefault((key, new.shape), set())
+        same.add(rows)
         if rows not in new.shape:
             new = new._replace(joined=values_are_made_of_many_rows(term))
-        again = any(each.shape == new.shape and each.rows != rows for each in noted)
-        if again or not new.fits:
+        if len(same) > 1 or not new.fits:
             new = new._replace(explained=_explained(term, new, micro_batch))
-        noted.append(new)
+        self._noted.setdefault(key, []).append(new)
 
 
 def _explained(term: Mean, noted: _Noted, micro_batch: Any) -> bool:

@@ -92,7 +92,7 @@ class Sums:
             means[key] = quotient(total, denominator)
             shares[key] = means[key] if weighted is total else quotient(weighted, denominator)
         items = {key: _count(1.0 if kind in KNOWN else self.counts[key]) for key, kind in self.schema.terms}
-        loss = torch.stack(list(shares.values())).sum() if shares else torch.zeros((), device=device)
+        loss = _sum(list(shares.values())).clone() if shares else torch.zeros((), device=device)
         return {
             "loss": loss,
             "terms": self._as_returned(means, shares),
