@@ -210,7 +210,7 @@ WRONG: dict[str, tuple[Callable[[], nn.Module], Callable[[Any, Any], Any], str]]
     "rows mixed up": (linear, mixed_up, "Rows meet"),
     "the size of a mean": (
         linear,
-        lambda m, b: wb.from_mean((m(b["x"])[:, 0] - b["x"][:, 1]).mean().abs(), items=len(b["x"])),
+        lambda m, b: wb.from_mean((m(b["x"])[:, 0] - b["x"][:, 4]).mean().abs(), items=len(b["x"])),
         "Rows meet",
     ),
     "a mean as a sum": (linear, lambda m, b: wb.total(losses(m, b).mean()), r"mean over n items is wb\.from_mean"),
@@ -321,6 +321,58 @@ def test_groups_of_rows_pass_where_the_size_keeps_them_whole() -> None:
     assert "two micro-batches" in wb.backward(linear(), grouped, batch, 4).verified
     with pytest.raises((WholeBatchError, RuntimeError)):
         wb.backward(linear(), grouped, batch, 6)
+
+
+def around_its_centre(model: Any, batch: Any) -> Tensor:
+    """Each row beside the mean of those of its class."""
+    said, (_, place) = model(batch["x"]), batch["y"].unique(return_inverse=True)
+    members = F.one_hot(place).to(said.dtype)
+    return (said - (members @ (members.T @ said / members.sum(0)[:, None]))).square().sum(1)
+
+
+@pytest.mark.parametrize("size", [3, 5, 6])
+def test_rows_of_a_class_that_lie_side_by_side_are_tried_side_by_side(size: int) -> None:
+    model, batch = linear(), rows(16)
+    batch["y"] = torch.arange(16) // 4
+    with pytest.raises(WholeBatchError, match="Rows meet"):
+        wb.backward(model, around_its_centre, batch, size)
+    assert "two micro-batches" in wb.backward(linear(), around_its_centre, batch, 4).verified
+    reference = whole_batch(model, lambda m, b: around_its_centre(m, b).mean(), batch)
+    wb.backward(model, around_its_centre, batch, size, verify="never")
+    assert_differs(model, reference)
+
+
+class Clipped(torch.autograd.Function):
+    """Clips what comes back, as recurrent networks do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient.clamp(-0.01, 0.01)
+
+
+def hooked(x: Tensor) -> Tensor:
+    x.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
+    return x
+
+
+@pytest.mark.parametrize("clip", [Clipped.apply, hooked], ids=["a backward of its own", "a hook on the graph"])
+def test_what_clips_each_row_needs_the_number_of_items_beforehand(clip: Callable[[Tensor], Tensor]) -> None:
+    def loss_fn(model: Any, batch: Any) -> Tensor:
+        return F.cross_entropy(clip(model(batch["x"])), batch["y"], reduction="none")
+
+    model, batch = linear(), rows(21)
+    with pytest.raises(WholeBatchError, match=r"half as large.*items=lambda"):
+        wb.backward(model, loss_fn, batch, 4)
+    reference = whole_batch(model, lambda m, b: loss_fn(m, b).mean(), batch)
+    wb.backward(model, loss_fn, batch, 4, items=lambda micro_batch: len(micro_batch["y"]))
+    assert_same_gradient(model, reference)
+    model.zero_grad()
+    wb.backward(model, loss_fn, batch, 4, verify="never")
+    assert_differs(model, reference)
 
 
 def tokens_as_rows(model: Any, batch: Any) -> wb.Mean:

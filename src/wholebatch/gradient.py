@@ -205,7 +205,8 @@ def accumulate(
         pieces = pieces_of(batch, micro_batch_size, whole=chosen.get("whole", ()), collate=chosen.get("collate"))
         refuse_inexact(survey, pieces, chosen, auto is not None)
         learning = [*survey.parameters, *also]
-        trial = Trial(survey, loss_fn, ranks, scaler, chosen, [*learning, *ranks.leaves()])
+        leaves = [*learning, *ranks.leaves()]
+        trial = Trial(survey, loss_fn, ranks, scaler, chosen, leaves, micro_batches=len(pieces))
         verified = proven(trial, batch, pieces, splits=auto is not None)
         del trial  # and what it has copied
         gradients.begin(survey.parameters, also, ranks.views, wide)

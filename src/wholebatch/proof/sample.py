@@ -94,26 +94,26 @@ def others_of(sample: Sample, batch: Any, pieces: Sequence[Piece], options: Opti
 
 def split(cut: Cut, rows: Sequence[int], layout: str, marks: Sequence[float] = ()) -> Sample:
     """Cut rows in two uneven parts, so that parts which count differently are apart as far as possible."""
-    few = 1 if len(rows) < 5 else max(2, len(rows) // 3)
-    places = [few, len(rows) - few]
-
-    def apart(at: int) -> float:
-        return abs(_average(marks[:at]) - _average(marks[at:]))
-
-    at = max(places, key=apart) if marks else few  # the first of equals
+    few = _few(len(rows))
+    at = max(few, len(rows) - few, key=lambda at: _apart(marks, at)) if marks else few  # the first of equals
     return Sample(cut, rows, (rows[:at], rows[at:]), layout)
 
 
 def _mixed(cut: Cut, lengths: Sequence[int], limit: int) -> Iterator[Sample]:
-    """The longest row beside the two shortest, if they fit: parts that are padded differently."""
+    """The shortest row beside the longest and its own neighbour, if they fit: parts that are padded differently."""
     order = sorted(range(len(lengths)), key=lambda row: -lengths[row])
-    rows = [order[0], *order[1:][-2:]]
-    if len(rows) > 1 and len(rows) * lengths[rows[0]] <= limit:
+    longest, shortest = order[0], order[-1]
+    near = shortest + 1 if shortest + 1 < len(lengths) else shortest - 1
+    rows = list(dict.fromkeys([shortest, longest, near]))
+    if len(rows) > 1 and len(rows) * lengths[longest] <= limit:
         yield Sample(cut, rows, (rows[:1], rows[1:]), "rows of different length")
 
 
 def _spread(pieces: Sequence[Piece], names: Sequence[str], samples: bool) -> Iterator[Sample]:
-    """As many rows as a micro-batch has, from all over the batch and as different as they come."""
+    """As many rows as a micro-batch has, from all over the batch and as different as they come, and their neighbours.
+
+    Rows that belong together, such as those of a class or of a prompt, lie beside each other, and are cut apart.
+    """
     first = pieces[0]
     if len(pieces) < 2 or any(piece.cut != first.cut for piece in pieces):
         return
@@ -121,8 +121,20 @@ def _spread(pieces: Sequence[Piece], names: Sequence[str], samples: bool) -> Ite
     marks = [] if samples else _marks(first.cut(rows), names)
     order = sorted(range(len(rows)), key=marks.__getitem__) if marks else range(len(rows))
     size = max(first.rows, 2)
-    places = [order[i * (len(rows) - 1) // (size - 1)] for i in range(size)]
-    yield split(first.cut, [rows[place] for place in places], "rows", [marks[place] for place in places if marks])
+    count = size // 3
+    far = [order[i * (len(rows) - 1) // (size - count - 1)] for i in range(size - count)]
+    laid = [_beside(far, count, len(rows)), _beside(far[::-1], count, len(rows))]
+    few = _few(size)
+    places = max(laid, key=lambda places: _apart([marks[place] for place in places], few)) if marks else laid[0]
+    yield split(first.cut, [rows[place] for place in places], "rows")
+
+
+def _beside(far: Sequence[int], count: int, rows: int) -> list[int]:
+    """Put neighbours of the first places behind them, so that a first part is cut off from its own."""
+    beside = [next_to for place in far for next_to in (place + 1, place - 1) if 0 <= next_to < rows]
+    near = dict.fromkeys(place for place in [*beside, *range(rows)] if place not in far)
+    half = len(far) // 2
+    return [*far[:half], *list(near)[:count][::-1], *far[half:]]
 
 
 def _joined(pieces: Sequence[Piece]) -> Iterator[Sample]:
@@ -230,6 +242,15 @@ def _marks(micro_batch: Any, names: Sequence[str]) -> list[float]:
 def _is_plain_integer(value: Tensor) -> bool:
     real = value.is_floating_point() or value.is_complex()
     return not real and value.device.type == "cpu" and value.layout is torch.strided and not value.is_nested
+
+
+def _few(rows: int) -> int:
+    """How many rows the smaller part has."""
+    return 1 if rows < 5 else max(2, rows // 3)
+
+
+def _apart(marks: Sequence[float], at: int) -> float:
+    return abs(_average(marks[:at]) - _average(marks[at:]))
 
 
 def _average(marks: Sequence[float]) -> float:

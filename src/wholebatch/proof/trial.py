@@ -19,7 +19,7 @@ from wholebatch.conduct import Watched
 from wholebatch.denominators import Known, counted_divisors
 from wholebatch.draws import BatchNormWatch, FixedDraws, uncompiled
 from wholebatch.errors import SplitError
-from wholebatch.loss import read
+from wholebatch.loss import Answer, read
 from wholebatch.memory import offloaded
 from wholebatch.options import Options
 from wholebatch.precision import Gradients, all_or_nothing, foreign_leaves, total_norm
@@ -29,7 +29,7 @@ from wholebatch.shapes import Shapes
 from wholebatch.shares import Shares
 from wholebatch.snapshot import Moved, Snapshot
 from wholebatch.state import State
-from wholebatch.sums import Sums, Tally
+from wholebatch.sums import KNOWN, Sums, Tally
 from wholebatch.survey import Survey
 from wholebatch.sync import Ranks
 
@@ -56,6 +56,7 @@ class Outcome:
         moved: what the whole has moved besides gradients.
         shapes: of what the loss function returned for the whole and for the parts.
         stated: the terms whose items the loss function states beside a number, so that nobody can count them again.
+        provisional: whether the window will divide by a provisional number, as the terms share one that is not known.
     """
 
     gradient: float = 0.0
@@ -70,6 +71,7 @@ class Outcome:
     moved: list[Moved] = field(default_factory=list)
     shapes: Shapes = field(default_factory=Shapes)
     stated: set[Any] = field(default_factory=set)
+    provisional: bool = False
 
     @property
     def empty(self) -> str:
@@ -108,7 +110,9 @@ class Outcome:
 class Trial:
     """Runs rows of a window without leaving a trace.
 
-    What the whole adds to the gradients, the parts take away again: no second set of gradients is needed.
+    What the whole adds to the gradients, the parts take away again: no second set of gradients is needed. Gradients
+    are about as large as in the window, and where that will divide by a provisional number, those of the parts half as
+    large as those of the whole, to which powers of two make no difference unless something acts on their size.
 
     Args:
         survey: of the model.
@@ -118,6 +122,7 @@ class Trial:
         options: of the window.
         learning: the tensors that may receive gradients.
         functions: the user's own functions, where ``loss_fn`` only calls these.
+        micro_batches: how many the window has.
     """
 
     def __init__(
@@ -129,9 +134,11 @@ class Trial:
         options: Options,
         learning: Sequence[Tensor],
         functions: Sequence[Callable[..., Any]] = (),
+        micro_batches: int = 1,
     ) -> None:
         self.survey, self.loss_fn, self.ranks, self.scaler, self.options = survey, loss_fn, ranks, scaler, options
         self.functions = tuple(functions) or (loss_fn,)
+        self._portion = 2.0 ** (1 - max(micro_batches, 1).bit_length())
         self._learning = learning
         self._gradients = Gradients()
         self._watched, self._outcome = Watched(loss_fn, {}), Outcome()
@@ -141,14 +148,16 @@ class Trial:
         """What everything was before the first run."""
         return Snapshot(self.survey, *self.functions, *hooks_that_read(self.survey, self._learning))
 
-    def run(self, sample: Sample, alike: bool = False) -> Outcome:
+    def run(self, sample: Sample, alike: bool = False, even: bool = False) -> Outcome:
         """Run rows whole and take their parts away.
 
         Args:
             sample: the rows.
             alike: whether all draws are one and the same number.
+            even: whether gradients of the parts are as large as those of the whole in any case.
         """
-        return self.compare([sample.cut(sample.whole)], (sample.cut(part) for part in sample.parts), alike)
+        whole, parts = [sample.cut(sample.whole)], (sample.cut(part) for part in sample.parts)
+        return self.compare(whole, parts, alike, even=even)
 
     def repeat(self, sample: Sample, carry: bool = False) -> Outcome:
         """Run rows whole and take the same away again: what then remains is not due to a cut.
@@ -160,26 +169,36 @@ class Trial:
         whole = sample.cut(sample.whole)
         return self.compare([whole], iter([whole]), carry=carry)
 
-    def compare(self, whole: Sequence[Any], parts: Iterator[Any], alike: bool = False, carry: bool = False) -> Outcome:
+    def compare(
+        self,
+        whole: Sequence[Any],
+        parts: Iterator[Any],
+        alike: bool = False,
+        carry: bool = False,
+        even: bool = True,
+    ) -> Outcome:
         """Hold the gradient, loss and items of some micro-batches against those of others."""
-        return all_or_nothing(lambda gradients: self._compare(gradients, whole, parts, alike, carry))
+        return all_or_nothing(lambda gradients: self._compare(gradients, whole, parts, alike, carry, even))
 
     def _compare(
-        self, gradients: Gradients, whole: Sequence[Any], parts: Iterator[Any], alike: bool, carry: bool
+        self, gradients: Gradients, whole: Sequence[Any], parts: Iterator[Any], alike: bool, carry: bool, even: bool
     ) -> Outcome:
         outcome, start, self._gradients = Outcome(), self._start, gradients
         self._outcome = outcome
         try:
             with self._held_still(alike, outcome) as draws:
-                outcome.whole = self._side(whole, 1.0, None)
+                outcome.whole = self._side(whole, self._portion, None)
                 outcome.scale = self._norm()
                 outcome.moved, outcome.elsewhere = start.moved(), start.drew_elsewhere()
                 if not carry:
                     start.restore()
                 if outcome.empty:
                     return outcome
-                outcome.parts = self._side(parts, -1.0, outcome.whole)
-                outcome.gradient = self._norm() / outcome.scale
+                smaller = 1.0 if even or not outcome.provisional else 0.5
+                if smaller != 1.0:
+                    gradients.scale(smaller)
+                outcome.parts = self._side(parts, -self._portion * smaller, outcome.whole)
+                outcome.gradient = self._norm() / (outcome.scale * smaller)
                 outcome.tolerance = self._tolerance(draws)
             outcome.loss = _apart(outcome.whole, outcome.parts)
         finally:
@@ -201,8 +220,8 @@ class Trial:
             yield draws
         outcome.seen, outcome.batch_norms = draws.seen, watch.seen
 
-    def _side(self, micro_batches: Sequence[Any] | Iterator[Any], sign: float, whole: Sums | None) -> Sums:
-        """Add the gradient of some micro-batches, divided by the items of the whole, or take it away."""
+    def _side(self, micro_batches: Sequence[Any] | Iterator[Any], factor: float, whole: Sums | None) -> Sums:
+        """Add a multiple of the gradient of some micro-batches, divided by the items of the whole."""
         tally, shares = Tally(), Shares(self.scaler, 1, drops_empty=False)
         # Whoever has chosen a batch_norm= has buffers moved once a batch, or follow each micro-batch on purpose.
         buffers = None if self.options.get("batch_norm") is None else State(self.survey)
@@ -215,13 +234,21 @@ class Trial:
             if answer is None:
                 continue
             self._outcome.stated |= {key for key, term in answer.terms.items() if term.kind == "count"}
+            self._outcome.provisional = self._counts_late(answer)
             of = functools.partial(counted_divisors, tally.sums() if whole is None else whole)
             outputs, seeds = shares.of(answer, Known(of, of, "The proof"))
             self._gradients.include(foreign_leaves(outputs, self.survey))
             if outputs:
-                torch.autograd.backward(outputs, [None if seed is None else seed * sign for seed in seeds])
+                torch.autograd.backward(outputs, [None if seed is None else seed * factor for seed in seeds])
         tally.flags.settle()
         return tally.sums()
+
+    def _counts_late(self, answer: Answer) -> bool:
+        """Tell whether the window will know what it divides by only at its end."""
+        if self.options.get("items") is not None or hooks_that_read(self.survey, self._learning):
+            return False
+        terms = answer.terms.values()
+        return len({term.group for term in terms}) == 1 and any(term.kind not in KNOWN for term in terms)
 
     def _returned(self, micro_batch: Any) -> Any:
         """Call the loss function with a micro-batch of its own, which it may change."""

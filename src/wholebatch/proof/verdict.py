@@ -122,10 +122,10 @@ class Judge:
         further = [self._safely(each) for each in sample.further]
         return all(found is None or found.adds_up for found in further)
 
-    def _safely(self, sample: Sample, alike: bool = False) -> Outcome | None:
+    def _safely(self, sample: Sample, alike: bool = False, even: bool = False) -> Outcome | None:
         """Run a further trial; None if it can't be run."""
         try:
-            return self.trial.run(sample, alike=alike)
+            return self.trial.run(sample, alike=alike, even=even)
         except (*USER_ERRORS, MemoryError):
             return None
 
@@ -189,7 +189,8 @@ class Judge:
 
     def _cause(self, sample: Sample, outcome: Outcome) -> str:
         """Say why parts do not add up, counts first, then padding, state, hooks, and rows that meet."""
-        for cause in (self._miscounted, self._repeated, self._padded, self._moved, self._gradient_only, self._met):
+        causes = self._miscounted, self._repeated, self._padded, self._moved, self._bent, self._gradient_only, self._met
+        for cause in causes:
             said = cause(sample, outcome)
             if said:
                 return said + self._own_cut()
@@ -225,7 +226,7 @@ class Judge:
             nest = Nest(sample.cut(sample.whole), self.options.get("whole", ()))
             sides = [sorted(sample.whole.index(row) for row in part) for part in sample.parts]
             wide = [nest.take(side) for side in sides]
-            again = self.trial.compare([nest.batch], iter(wide))
+            again = self.trial.compare([nest.batch], iter(wide), even=False)
         except (SplitError, *USER_ERRORS):
             return ""
         if not again.adds_up:
@@ -247,6 +248,18 @@ class Judge:
             f"A micro-batch moves {names}{more}, and the next one depends on it: {_rows(sample)} give another gradient "
             f"in two parts ({sample.sizes}), relatively {outcome.gradient:.2g} apart. What moves once a batch belongs "
             'after the step (after_step=); verify="never" goes on as a plain loop would.'
+        )
+
+    def _bent(self, sample: Sample, outcome: Outcome) -> str:
+        """Find something that acts on the size of a gradient, which is provisional until the window has counted."""
+        again = self._safely(sample, even=True) if outcome.provisional else None
+        if again is None or not again.adds_up:
+            return ""
+        return (
+            f"The gradient of {_rows(sample)} is not half as large if it begins half as large (relatively "
+            f"{outcome.gradient:.2g} apart): a hook or a backward of its own clips it, rounds it, or adds to it. It "
+            "would be shown gradients over a provisional number of items, as the batch's is known at the end. State "
+            "that beforehand: items=lambda micro_batch: ..., what its loss is averaged over (its rows, its tokens)."
         )
 
     def _gradient_only(self, sample: Sample, outcome: Outcome) -> str:
