@@ -32,13 +32,13 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import wholebatch as wb
-from wholebatch.staged.engine import Engine
-from wholebatch.staged.shelf import Shelf
-from wholebatch.staged.window import WholeWindow
-from wholebatch.survey import Survey
-from wholebatch.sync import Ranks
+from wholebatch.batch.window import micro_batches_of
+from wholebatch.batchnorm.executor import Engine
+from wholebatch.batchnorm.tensor_store import Shelf
+from wholebatch.batchnorm.window import WholeWindow
+from wholebatch.model.inspection import Survey
+from wholebatch.ranks.agreement import Ranks
 from wholebatch.train.corpus import signatures
-from wholebatch.window import pieces_of
 
 PARTS = ["BatchNorm", "contrastive", "MiniLM"]
 
@@ -171,11 +171,11 @@ def sparing(model: nn.Module, rows: Rows, size: int) -> None:
 
 def exact_on(shelf: Shelf) -> Run:
     def run(model: nn.Module, rows: Rows, size: int) -> None:
-        pieces = pieces_of(rows, size)
+        micro_batches = micro_batches_of(rows, size)
         window = WholeWindow(Survey(model), losses, Ranks(), Engine(model, shelf))
-        window.forward(pieces)
-        for piece in pieces:
-            (window.loss(piece).sum() / len(rows[0])).backward()
+        window.forward(micro_batches)
+        for micro_batch in micro_batches:
+            (window.loss(micro_batch).sum() / len(rows[0])).backward()
         window.backward()
         window.commit()
 
@@ -192,7 +192,7 @@ class Way:
 
 
 def gradient(way: Way, model: nn.Module, rows: Any, size: int) -> Tensor:
-    """Return the gradient that a way finds, all of it in one piece."""
+    """Return the gradient that a way finds, all of it in one micro-batch."""
     model.zero_grad()
     way.run(model, rows, size)
     return torch.cat([p.grad.double().flatten() for p in model.parameters() if p.grad is not None])
@@ -285,9 +285,9 @@ def contrast_whole(model: nn.Module, rows: Any, size: int) -> None:
 
 
 def contrast_plain(model: nn.Module, rows: Any, size: int) -> None:
-    pieces = list(zip(rows[0].split(size), rows[1].split(size), strict=True))
-    for queries, documents in pieces:
-        (in_batch(model(queries), model(documents)) / len(pieces)).backward()
+    micro_batches = list(zip(rows[0].split(size), rows[1].split(size), strict=True))
+    for queries, documents in micro_batches:
+        (in_batch(model(queries), model(documents)) / len(micro_batches)).backward()
 
 
 def contrast_two_passes(model: nn.Module, rows: Any, size: int) -> None:
@@ -334,17 +334,18 @@ def texts_whole(model: nn.Module, pairs: Pairs, size: int) -> None:
 
 def texts_plain(model: nn.Module, pairs: Pairs, size: int) -> None:
     for start in range(0, len(pairs), size):
-        piece = pairs[start : start + size]
-        texts = tokens(model, piece)
+        micro_batch = pairs[start : start + size]
+        texts = tokens(model, micro_batch)
         loss = in_batch(encode_queries(model, texts), encode_documents(model, texts))
-        (loss * len(piece) / len(pairs)).backward()
+        (loss * len(micro_batch) / len(pairs)).backward()
 
 
 def texts_in_one_graph(model: nn.Module, pairs: Pairs, size: int) -> None:
-    """The whole batch's gradient for the draws of pieces: all queries first, as every way in pieces takes them."""
-    pieces = [tokens(model, pairs[start : start + size]) for start in range(0, len(pairs), size)]
+    """The whole batch's gradient for the draws of micro-batches: all queries first, as every way in micro-batches takes
+    them."""
+    micro_batches = [tokens(model, pairs[start : start + size]) for start in range(0, len(pairs), size)]
     towers = encode_queries, encode_documents
-    in_batch(*(torch.cat([encode(model, texts) for texts in pieces]) for encode in towers)).backward()
+    in_batch(*(torch.cat([encode(model, texts) for texts in micro_batches]) for encode in towers)).backward()
 
 
 def texts_cached(budget: int | None = None) -> Run:
@@ -361,7 +362,7 @@ def texts_two_passes(budget: int | None = None) -> Run:
     def run(model: nn.Module, pairs: Pairs, size: int) -> None:
         cut = size if budget is None else wb.Tokens(budget, length=lambda pair: length(model, pair))
         towers = [encode_queries, encode_documents]
-        wb.coupled_backward(model, towers, in_batch, pairs, cut, collate=lambda piece: tokens(model, piece))
+        wb.coupled_backward(model, towers, in_batch, pairs, cut, collate=lambda micro_batch: tokens(model, micro_batch))
 
     return run
 

@@ -1,7 +1,8 @@
 """How far the usual loop and wholebatch are from the whole batch's gradient, situation by situation. Takes seconds.
 
 The truth is one backward over the whole batch in float64, on a copy of the model; both contestants run in float32. The
-usual loop is what most code does: the mean of each piece, divided by the number of pieces the loop is set to.
+usual loop is what most code does: the mean of each micro-batch, divided by the number of micro-batches the loop is set
+to.
 """
 
 from __future__ import annotations
@@ -27,15 +28,15 @@ Batch = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Situation:
-    """One objective in three spellings, and the pieces in which it is run."""
+    """One objective in three spellings, and the micro-batches in which it is run."""
 
     name: str
     model: Callable[[], nn.Module]
-    pieces: Callable[[], list[Batch]]
+    micro_batches: Callable[[], list[Batch]]
     ours: Callable[[nn.Module, wb.Window[Batch]], object]
     mean: Callable[[nn.Module, Batch], Tensor]
     k: int | None = None
-    """The number of pieces that the usual loop divides by, where that is not the number there is."""
+    """The number of micro-batches that the usual loop divides by, where that is not the number there is."""
 
 
 class Tagger(nn.Module):
@@ -59,7 +60,8 @@ def convolutions() -> nn.Module:
 
 
 def sentences(rows: int = 32, size: int = 4, emptied: int = 0) -> list[Batch]:
-    """Sentences of log-normal length in pieces; the labels of the first pieces are all ignored if asked for."""
+    """Sentences of log-normal length in micro-batches; the labels of the first micro-batches are all ignored if asked
+    for."""
     lengths = torch.exp(torch.randn(rows) * 0.9 + 2.3).round().clamp(2, 60).long()
     words, tags = torch.randint(200, (rows, 60)), torch.randint(9, (rows, 60))
     tags[torch.arange(60) >= lengths[:, None]] = -100
@@ -79,8 +81,8 @@ def cut(batch: Batch, size: int) -> list[Batch]:
     return [dict(zip(split, parts, strict=True)) for parts in zip(*split.values(), strict=True)]
 
 
-def joined(pieces: list[Batch]) -> Batch:
-    return {name: torch.cat([piece[name] for piece in pieces]) for name in pieces[0]}
+def joined(micro_batches: list[Batch]) -> Batch:
+    return {name: torch.cat([micro_batch[name] for micro_batch in micro_batches]) for name in micro_batches[0]}
 
 
 def tags(model: nn.Module, batch: Batch) -> wb.Mean:
@@ -152,10 +154,16 @@ def backward(
 SITUATIONS = (
     Situation("tokens, sentences of uneven length", Tagger, sentences, backward(tags), tags_mean),
     Situation(
-        "2 of 8 pieces with nothing to learn from", Tagger, partial(sentences, emptied=2), backward(tags), tags_mean
+        "2 of 8 micro-batches with nothing to learn from",
+        Tagger,
+        partial(sentences, emptied=2),
+        backward(tags),
+        tags_mean,
     ),
-    Situation("short last window: 3 pieces of 8", classifier, partial(points, 48, 16), backward(each), rows_mean, k=8),
-    Situation("short last piece: 50 rows by 16", classifier, partial(points, 50, 16), backward(each), rows_mean),
+    Situation(
+        "short last window: 3 micro-batches of 8", classifier, partial(points, 48, 16), backward(each), rows_mean, k=8
+    ),
+    Situation("short last micro-batch: 50 rows by 16", classifier, partial(points, 50, 16), backward(each), rows_mean),
     Situation("class weights 1 : 4 : 10 : 25", classifier, partial(points, 64, 8), backward(weighted), weighted_mean),
     Situation("boxes in a third of the rows", classifier, partial(points, 64, 8), backward(boxes), boxes_mean),
     Situation("BatchNorm", convolutions, partial(points, 64, 8), backward(each, batch_norm="exact"), rows_mean),
@@ -174,12 +182,12 @@ def doubled(batch: Batch) -> Batch:
 def errors(situation: Situation, seed: int) -> tuple[float, float]:
     """Return the relative error of the usual loop and of wholebatch."""
     torch.manual_seed(seed)
-    model, pieces = situation.model(), situation.pieces()
+    model, micro_batches = situation.model(), situation.micro_batches()
     whole, ours = copy.deepcopy(model).double(), copy.deepcopy(model)
-    situation.mean(whole, doubled(joined(pieces))).backward()
-    for piece in pieces:
-        (situation.mean(model, piece) / (situation.k or len(pieces))).backward()
-    situation.ours(ours, wb.Window(pieces))
+    situation.mean(whole, doubled(joined(micro_batches))).backward()
+    for micro_batch in micro_batches:
+        (situation.mean(model, micro_batch) / (situation.k or len(micro_batches))).backward()
+    situation.ours(ours, wb.Window(micro_batches))
     true = gradient(whole)
     usual_error, our_error = (float((gradient(m) - true).norm() / true.norm()) for m in (model, ours))
     return usual_error, our_error

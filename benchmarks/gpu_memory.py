@@ -1,8 +1,8 @@
 """Run a model of 100 million parameters into real CUDA out-of-memory, and recover. Needs a CUDA device; a minute.
 
-The allocator is held to a share of the device. `Auto` begins with the whole batch in one piece, which does not fit, and
-finds what does. Printed and kept: the size found, peaks, the time of the first window beside that of a window in the
-same pieces, and how far the gradient is from that of pieces of one row.
+The allocator is held to a share of the device. `Auto` begins with the whole batch in one micro-batch, which does not
+fit, and finds what does. Printed and kept: the size found, peaks, the time of the first window beside that of a window
+in the same micro-batches, and how far the gradient is from that of micro-batches of one row.
 
 This has not been run on a GPU yet: none was at hand. There is no result of it in ``results/``.
 
@@ -31,7 +31,7 @@ def loss_fn(model: nn.Module, tokens: Tensor) -> wb.Mean:
 
 
 def window(model: nn.Module, batch: Tensor, size: Any) -> dict[str, Any]:
-    """Compute one gradient; say how long it took, what the device held at most, and in how many pieces."""
+    """Compute one gradient; say how long it took, what the device held at most, and in how many micro-batches."""
     model.zero_grad()
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
@@ -63,13 +63,15 @@ def measure(rows: int, length: int) -> list[dict[str, Any]]:
     single = window(model, batch, 1)
     reference = gradients(model)
     auto = wb.Auto(rows)
-    found = [{"window": "pieces of one row", "gradient_error": 0.0, **single}]
+    found = [{"window": "micro-batches of one row", "gradient_error": 0.0, **single}]
     for name in ("Auto, the first window", "Auto, the second window"):
         found.append(
             {"window": name, **window(model, batch, auto), "gradient_error": distance(gradients(model), reference)}
         )
     fixed = window(model, batch, auto.size)
-    found.append({"window": f"pieces of {auto.size}", **fixed, "gradient_error": distance(gradients(model), reference)})
+    found.append(
+        {"window": f"micro-batches of {auto.size}", **fixed, "gradient_error": distance(gradients(model), reference)}
+    )
     with wb.checkpointed(model):
         again = wb.Auto(rows)
         for name in ("checkpointed, the first window", "checkpointed, the second window"):
@@ -95,7 +97,7 @@ def main() -> None:
     rows = measure(options.rows, options.length)
     for row in rows:
         print(
-            f"{row['window']:32} {row['pieces']:3} pieces, {row['seconds']:7.3f} s, "
+            f"{row['window']:32} {row['pieces']:3} micro-batches, {row['seconds']:7.3f} s, "
             f"peak {row['peak'] / 2**30:.2f} GiB, gradient error {row['gradient_error']:.0e}"
         )
     settings = {key: getattr(options, key) for key in ("gibibytes", "rows", "length")}

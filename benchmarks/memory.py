@@ -1,9 +1,10 @@
-"""Peak of what autograd saves, and time of a step: the whole batch, fixed pieces, and ours under a cap. About a minute.
+"""Peak of what autograd saves, and time of a step: the whole batch, fixed micro-batches, and ours under a cap. About a
+minute.
 
 All ways compute the same gradient of the same batch; how far each is from the whole batch's stands in the result. The
-cap is a share of what the whole batch saves; pieces that pass it run out of memory as on a device of that size, and
-what a checkpointed block saves when it runs again counts too. The fixed pieces are the largest that stay below the cap,
-as a user would find them by trial. Ways take turns in random order; ratios are taken within each round.
+cap is a share of what the whole batch saves; micro-batches that pass it run out of memory as on a device of that size,
+and what a checkpointed block saves when it runs again counts too. The fixed micro-batches are the largest that stay
+below the cap, as a user would find them by trial. Ways take turns in random order; ratios are taken within each round.
 
     python benchmarks/memory.py --rounds 9 --cap 0.15
 """
@@ -24,9 +25,9 @@ from record import RESULTS, Clock, quartiles, save, significant
 from torch import Tensor, nn
 
 import wholebatch as wb
-from wholebatch.arrangement import counted
-from wholebatch.memory import SavedBytes
-from wholebatch.planner import parts_of
+from wholebatch.model.memory import SavedBytes
+from wholebatch.planning.arrangement import counted
+from wholebatch.planning.planner import parts_of
 from wholebatch.train.model import Decoder
 
 WORDS = 256
@@ -42,7 +43,7 @@ class Way:
 
     Attributes:
         name: for the table.
-        size: of a piece.
+        size: of a micro-batch.
         again: whether blocks compute their activations again.
         cap: bytes that may be saved.
     """
@@ -80,8 +81,8 @@ def ways(model: nn.Module, batch: Tensor, cap: int) -> list[Way]:
     fits = [n for n in range(1, rows + 1) if rows % n == 0 and saved_by(model, batch[:n]) <= cap]
     planned = wb.plan(model, loss_fn, batch, sum(parts_of(model, batch=batch).values()) + cap).best
     return [
-        Way("whole batch, one piece", None),
-        Way(f"fixed pieces of {fits[-1]}", fits[-1]),
+        Way("whole batch, one micro-batch", None),
+        Way(f"fixed micro-batches of {fits[-1]}", fits[-1]),
         Way("Auto", wb.Auto(rows), cap=cap),
         Way("Auto, checkpointed", wb.Auto(rows), again=True, cap=cap),
         Way(f"as planned: {planned.way}", planned.micro_batch_size, again=planned.way == "checkpointing", cap=cap),
@@ -169,7 +170,7 @@ def main() -> None:
     rows = measure(model, batch, cap, options.rounds)
     for row in rows:
         print(
-            f"{row['way']:28} {row['pieces']:3} pieces, peak {row['peak'] / 2**20:7.1f} MiB, "
+            f"{row['way']:28} {row['pieces']:3} micro-batches, peak {row['peak'] / 2**20:7.1f} MiB, "
             f"{row['cpu_ratio']['median']:.2f} x the CPU time, gradient error {row['gradient_error']:.0e}"
         )
     settings = {

@@ -1,4 +1,4 @@
-"""What our step costs over a hand-written loop with the very same pieces. About four minutes; torch only.
+"""What our step costs over a hand-written loop with the very same micro-batches. About four minutes; torch only.
 
 The two take turns step by step, in one process and in random order within each pair, on two equal models. What is kept
 is the ratio within each pair: what slows both down falls out of it.
@@ -26,13 +26,13 @@ Batch = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Size:
-    """A model, and a batch cut into pieces."""
+    """A model, and a batch cut into micro-batches."""
 
     name: str
     model: Callable[[], nn.Module]
     rows: int
     width: int
-    pieces: int
+    micro_batches: int
 
 
 def perceptron(width: int, hidden: int, layers: int) -> nn.Module:
@@ -55,12 +55,12 @@ class Mixer(nn.Module):
 
 
 SIZES = (
-    Size("perceptron, 7 layers of 2,048", lambda: perceptron(2048, 2048, 6), rows=256, width=2048, pieces=8),
-    Size("transformer, 6 blocks of 384", lambda: Mixer(384, 6), rows=16, width=32 * 384, pieces=4),
-    Size("transformer, 6 blocks of 256", lambda: Mixer(256, 6), rows=64, width=32 * 256, pieces=8),
-    # Pieces so short that nobody would cut them: here the bookkeeping shows.
-    Size("perceptron, 5 layers of 1,024", lambda: perceptron(256, 1024, 4), rows=256, width=256, pieces=8),
-    Size("perceptron, 5 layers of 48", lambda: perceptron(64, 48, 4), rows=64, width=64, pieces=8),
+    Size("perceptron, 7 layers of 2,048", lambda: perceptron(2048, 2048, 6), rows=256, width=2048, micro_batches=8),
+    Size("transformer, 6 blocks of 384", lambda: Mixer(384, 6), rows=16, width=32 * 384, micro_batches=4),
+    Size("transformer, 6 blocks of 256", lambda: Mixer(256, 6), rows=64, width=32 * 256, micro_batches=8),
+    # Micro-batches so short that nobody would cut them: here the bookkeeping shows.
+    Size("perceptron, 5 layers of 1,024", lambda: perceptron(256, 1024, 4), rows=256, width=256, micro_batches=8),
+    Size("perceptron, 5 layers of 48", lambda: perceptron(64, 48, 4), rows=64, width=64, micro_batches=8),
 )
 
 
@@ -70,18 +70,18 @@ def our_loss(model: nn.Module, batch: Batch) -> Tensor:
 
 def our_step(model: nn.Module, size: Size) -> Callable[[Batch], Tensor]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    step = wb.Step(model, optimizer, our_loss, micro_batch_size=size.rows // size.pieces, max_grad_norm=1.0)
+    step = wb.Step(model, optimizer, our_loss, micro_batch_size=size.rows // size.micro_batches, max_grad_norm=1.0)
     return lambda batch: step(batch).loss
 
 
 def hand_written(model: nn.Module, size: Size) -> Callable[[Batch], Tensor]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    rows = size.rows // size.pieces
+    rows = size.rows // size.micro_batches
 
     def step(batch: Batch) -> Tensor:
         total = torch.zeros(())
         for x, y in zip(batch["x"].split(rows), batch["y"].split(rows), strict=True):
-            loss = F.cross_entropy(model(x), y) / size.pieces
+            loss = F.cross_entropy(model(x), y) / size.micro_batches
             loss.backward()
             total += loss.detach()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -114,7 +114,7 @@ def measure(size: Size, seconds: float) -> dict[str, object]:
         "model": size.name,
         "parameters": sum(p.numel() for p in model.parameters()),
         "tensors": len(list(model.parameters())),
-        "pieces": size.pieces,
+        "pieces": size.micro_batches,
         "pairs": len(counted),
         "ratio": quartiles(p["ours"].wall / p["by hand"].wall for p in counted),
         "cpu_ratio": quartiles(p["ours"].cpu / p["by hand"].cpu for p in counted),

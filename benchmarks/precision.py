@@ -1,8 +1,8 @@
 """What `accumulate_in=torch.float32` is worth for bfloat16 parameters, and what it costs. About a minute.
 
-The error is against the float64 sum of the very gradients that the pieces computed in bfloat16: the error of adding up
-alone. It is taken before the one rounding with which the sum goes into ``.grad``, and after it. Steps without and with
-the option take turns.
+The error is against the float64 sum of the very gradients that the micro-batches computed in bfloat16: the error of
+adding up alone. It is taken before the one rounding with which the sum goes into ``.grad``, and after it. Steps without
+and with the option take turns.
 
     python benchmarks/precision.py --pieces 8 64 256
 """
@@ -19,8 +19,8 @@ from record import RESULTS, Clock, quartiles, save, significant
 from torch import Tensor, nn
 
 import wholebatch as wb
-from wholebatch.gradient import accumulate
-from wholebatch.precision import Gradients
+from wholebatch.gradient.separable import accumulate
+from wholebatch.model.gradients import Gradients
 from wholebatch.train.model import Decoder
 
 WORDS = 256
@@ -30,14 +30,14 @@ def loss_fn(model: nn.Module, tokens: Tensor) -> wb.Mean:
     return wb.losses.causal_lm(model(tokens), tokens)
 
 
-def summed_in_float64(model: nn.Module, batch: Tensor, pieces: int) -> list[Tensor]:
-    """Add up in float64 what each piece gives in bfloat16, divided by a power of two, which rounds nothing."""
+def summed_in_float64(model: nn.Module, batch: Tensor, micro_batches: int) -> list[Tensor]:
+    """Add up in float64 what each micro-batch gives in bfloat16, divided by a power of two, which rounds nothing."""
     parameters = list(model.parameters())
     items = len(batch) * (batch.shape[1] - 1)
     power = 2.0 ** (items.bit_length())
     sums = [torch.zeros_like(p, dtype=torch.float64) for p in parameters]
-    for piece in batch.split(len(batch) // pieces):
-        total = loss_fn(model, piece).total
+    for micro_batch in batch.split(len(batch) // micro_batches):
+        total = loss_fn(model, micro_batch).total
         for held, gradient in zip(
             sums, torch.autograd.grad(total, parameters, torch.full_like(total, 1 / power)), strict=True
         ):
@@ -54,8 +54,8 @@ def gradients(model: nn.Module) -> list[Tensor]:
     return [p.grad for p in model.parameters() if p.grad is not None]
 
 
-def errors(model: nn.Module, batch: Tensor, pieces: int) -> dict[str, float]:
-    reference, size = summed_in_float64(model, batch, pieces), len(batch) // pieces
+def errors(model: nn.Module, batch: Tensor, micro_batches: int) -> dict[str, float]:
+    reference, size = summed_in_float64(model, batch, micro_batches), len(batch) // micro_batches
     model.zero_grad()
     wb.backward(model, loss_fn, batch, size)
     narrow = error(gradients(model), reference)
@@ -67,14 +67,14 @@ def errors(model: nn.Module, batch: Tensor, pieces: int) -> dict[str, float]:
     return {"bfloat16": narrow, "float32, the sum": wide, "float32, in .grad": error(gradients(model), reference)}
 
 
-def times(model: nn.Module, batch: Tensor, pieces: int, rounds: int) -> dict[str, Any]:
+def times(model: nn.Module, batch: Tensor, micro_batches: int, rounds: int) -> dict[str, Any]:
     order, pairs = random.Random(0), []
     for _ in range(rounds + 1):
         pair = {}
         for dtype in order.sample([None, torch.float32], 2):
             model.zero_grad()
             with Clock() as clock:
-                wb.backward(model, loss_fn, batch, len(batch) // pieces, accumulate_in=dtype)
+                wb.backward(model, loss_fn, batch, len(batch) // micro_batches, accumulate_in=dtype)
             pair[dtype] = clock.seconds
         pairs.append(pair)
     wall = quartiles(pair[torch.float32].wall / pair[None].wall for pair in pairs[1:])
@@ -84,7 +84,7 @@ def times(model: nn.Module, batch: Tensor, pieces: int, rounds: int) -> dict[str
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--pieces", type=int, nargs="+", default=[8, 64, 256])
-    parser.add_argument("--rows", type=int, default=2, help="of a piece")
+    parser.add_argument("--rows", type=int, default=2, help="of a micro-batch")
     parser.add_argument("--length", type=int, default=64)
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--layers", type=int, default=4)
@@ -94,11 +94,17 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     rows: list[dict[str, Any]] = []
-    for pieces in options.pieces:
+    for micro_batches in options.micro_batches:
         torch.manual_seed(0)
         model = Decoder(WORDS, options.width, options.layers, heads=4).to(torch.bfloat16)
-        batch = torch.randint(WORDS, (options.rows * pieces, options.length))
-        rows.append({"pieces": pieces, **errors(model, batch, pieces), **times(model, batch, pieces, options.rounds)})
+        batch = torch.randint(WORDS, (options.rows * micro_batches, options.length))
+        rows.append(
+            {
+                "pieces": micro_batches,
+                **errors(model, batch, micro_batches),
+                **times(model, batch, micro_batches, options.rounds),
+            }
+        )
         print(rows[-1], flush=True)
     settings = {key: getattr(options, key) for key in ("rows", "length", "width", "layers", "rounds")}
     print(save("precision", settings, rows, options.out))

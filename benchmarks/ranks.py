@@ -30,11 +30,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.rnn import pad_sequence
 
 import wholebatch as wb
-from wholebatch.dealing import deal
+from wholebatch.batch.dealing import deal
 
 RANKS, VOCABULARY, WIDTH, BLOCKS = 2, 1024, 256, 4
-PIECES, ROWS, LENGTH = 4, 4, 64
-"""Each rank's pieces in a window, their rows, and the positions of a row."""
+MICRO_BATCHES, ROWS, LENGTH = 4, 4, 64
+"""Each rank's micro-batches in a window, their rows, and the positions of a row."""
 
 Rows = tuple[Tensor, Tensor]
 Way = Callable[[Rows], object]
@@ -72,9 +72,9 @@ def by_hand(model: nn.Module, local: Callable[[bool], Any], divides: int) -> Way
     def window(rows: Rows) -> None:
         items = (rows[1] >= 0).sum().float()
         dist.all_reduce(items)
-        pieces = list(zip(rows[0].split(ROWS), rows[1].split(ROWS), strict=True))
-        for number, (words, targets) in enumerate(pieces):
-            with local(number < len(pieces) - 1):
+        micro_batches = list(zip(rows[0].split(ROWS), rows[1].split(ROWS), strict=True))
+        for number, (words, targets) in enumerate(micro_batches):
+            with local(number < len(micro_batches) - 1):
                 total = F.cross_entropy(model(words).flatten(0, 1), targets.flatten(), reduction="sum")
                 (total * (divides / items)).backward()
 
@@ -87,7 +87,7 @@ def replicated(model: nn.Module) -> dict[str, Way]:
     each = by_hand(wrapped[1], lambda waits: nullcontext(), RANKS)
     return {
         "by hand, no_sync": once,
-        "by hand, each piece": each,
+        "by hand, each micro-batch": each,
         "last": ours(wrapped[2], "last"),
         "every": ours(wrapped[3], "every"),
     }
@@ -107,7 +107,7 @@ def sharded(model: nn.Module) -> dict[str, Way]:
 
     return {
         "by hand, no_sync": by_hand(models[0], once, RANKS),
-        "by hand, each piece": by_hand(models[1], lambda waits: nullcontext(), RANKS),
+        "by hand, each micro-batch": by_hand(models[1], lambda waits: nullcontext(), RANKS),
         "last": ours(models[2], "last"),
         "every": ours(models[3], "every"),
     }
@@ -139,7 +139,7 @@ def windows(rank: int) -> Iterator[Rows]:
     """Yield this rank's rows of each window, a fifth of whose targets count nothing."""
     draws = torch.Generator().manual_seed(rank)
     while True:
-        words = torch.randint(0, VOCABULARY, (PIECES * ROWS, LENGTH), generator=draws)
+        words = torch.randint(0, VOCABULARY, (MICRO_BATCHES * ROWS, LENGTH), generator=draws)
         targets = torch.randint(0, VOCABULARY, words.shape, generator=draws)
         targets[torch.rand(words.shape, generator=draws) < 0.2] = -100
         yield words, targets
@@ -209,11 +209,11 @@ def main() -> None:
     settings = {
         "ranks": RANKS,
         "parameters": parameters,
-        "pieces": PIECES,
+        "pieces": MICRO_BATCHES,
         "rows_of_a_piece": ROWS,
         "positions": LENGTH,
         "turns": given.turns,
-        "tokens": significant(PIECES * ROWS * LENGTH * RANKS),
+        "tokens": significant(MICRO_BATCHES * ROWS * LENGTH * RANKS),
     }
     print(save("ranks", settings, rows, given.out))
 

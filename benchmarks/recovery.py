@@ -24,7 +24,7 @@ import wholebatch as wb
 from wholebatch.train.model import Decoder
 
 WORDS = 256
-SHAPES = {"8 equal pieces": [8] * 8, "the last of 8 pieces 2.5 x as long": [8] * 7 + [20]}
+SHAPES = {"8 equal micro-batches": [8] * 8, "the last of 8 micro-batches 2.5 x as long": [8] * 7 + [20]}
 """Rows of each micro-batch."""
 
 

@@ -1,9 +1,9 @@
 """Train in a memory that shrinks and grows at random, and hold every step against an undisturbed run. Two minutes.
 
 Two models start alike and see the same batches of real text of uneven length, in float64. One has all the memory it
-wants and runs each batch in one piece. The other's memory changes between steps, within them, and in the middle of a
-backward, down to what one row needs. After every step both losses, the numbers of the rows that were trained on, and
-at the end all weights are compared: no row may be lost or come twice, whatever failed.
+wants and runs each batch in one micro-batch. The other's memory changes between steps, within them, and in the middle
+of a backward, down to what one row needs. After every step both losses, the numbers of the rows that were trained on,
+and at the end all weights are compared: no row may be lost or come twice, whatever failed.
 
     python benchmarks/soak.py --seconds 3600
 """
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 import wholebatch as wb
-from wholebatch.memory import SavedBytes
+from wholebatch.model.memory import SavedBytes
 from wholebatch.train.corpus import docstrings
 from wholebatch.train.model import Decoder
 
@@ -91,29 +91,29 @@ def soak(options: argparse.Namespace) -> dict[str, Any]:
     calm, disturbed = Learner(options, None), Learner(options, None)
     weather = Weather(disturbed.model, *limits(calm.model, rows, options.batch), options.seed)
     worst = {"loss": 0.0, "grad_norm": 0.0, "rows": 0.0}
-    pieces: list[int] = []
+    micro_batches: list[int] = []
     started, order = time.monotonic(), list[Row]()
-    while time.monotonic() - started < options.seconds or not pieces:
+    while time.monotonic() - started < options.seconds or not micro_batches:
         order = order or draws.sample(rows, len(rows))
         batch, order = order[: options.batch], order[options.batch :]
-        if len(pieces) % REGIME == 0:
+        if len(micro_batches) % REGIME == 0:
             tokens = wb.Tokens(options.batch * options.longest, length=lambda row: len(row[1]))
             disturbed.step.micro_batch_size = wb.Auto(draws.choice([tokens, options.batch]))
         weather.change()
         with weather:
             result = disturbed.step(batch)
         expected = calm.step(batch)
-        pieces.append(result.micro_batches)
+        micro_batches.append(result.micro_batches)
         worst["loss"] = max(worst["loss"], apart(float(result.loss), float(expected.loss)))
         worst["grad_norm"] = max(worst["grad_norm"], apart(result.grad_norm, expected.grad_norm))
         worst["rows"] = max(worst["rows"], *(miscounted(result, batch)))
-        assert weather.live == 0, f"{weather.live} bytes are still held after step {len(pieces)}"
+        assert weather.live == 0, f"{weather.live} bytes are still held after step {len(micro_batches)}"
     return {
-        "steps": len(pieces),
+        "steps": len(micro_batches),
         "rows": disturbed.step.rows,
         "changes_of_memory": weather.changes,
         "out_of_memory": weather.failures,
-        "pieces": {"least": min(pieces), "most": max(pieces)},
+        "pieces": {"least": min(micro_batches), "most": max(micro_batches)},
         "loss_apart": significant(worst["loss"]),
         "grad_norm_apart": significant(worst["grad_norm"]),
         "rows_lost_or_repeated": worst["rows"],

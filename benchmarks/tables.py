@@ -53,7 +53,7 @@ def variable_length(result: Result) -> list[str]:
         lines.append(f"| {name} | " + " | ".join(cell for row in rows for cell in cells(row)) + " |")
     s = result["settings"]
     size = f"Llama with {s['parameters'] / 1e6:.1f} M parameters"
-    setting = f"{size}, batch {s['batch']}, at most {s['cap']:,} padded tokens a piece"
+    setting = f"{size}, batch {s['batch']}, at most {s['cap']:,} padded tokens a micro-batch"
     return [
         *lines,
         "",
@@ -71,14 +71,17 @@ def transformers_sweep(result: Result) -> list[str]:
         kind = names.get(row["map"], f"{row['map']} classification")
         lines.append(f"| {kind} | {row['trained']} | {row['trainer_off']} | {row['exact']} | {row['refused']} |")
     setting = f"Tiny configurations, transformers {result['settings']['transformers']}"
-    off = "off: by more than 0.1 %, mostly by the number of pieces"
-    near = "exact: within 2e-6, or three times float32's own error in one piece"
-    refused = "refused: layers whose state follows each piece, until you choose `batch_norm=`"
+    off = "off: by more than 0.1 %, mostly by the number of micro-batches"
+    near = "exact: within 2e-6, or three times float32's own error in one micro-batch"
+    refused = "refused: layers whose state follows each micro-batch, until you choose `batch_norm=`"
     return [*lines, "", f"{setting}; {off}; {near}; {refused} (`benchmarks/transformers_sweep.py`)."]
 
 
 def memory(result: Result) -> list[str]:
-    lines = ["| way | pieces | saved at the peak | CPU time of a step | gradient error |", "|---|---|---|---|---|"]
+    lines = [
+        "| way | micro-batches | saved at the peak | CPU time of a step | gradient error |",
+        "|---|---|---|---|---|",
+    ]
     for row in result["rows"]:
         peak, error = f"{row['peak'] / 2**20:.0f} MiB", f"{row['gradient_error']:.0e}" if row["gradient_error"] else "0"
         lines.append(f"| {row['way']} | {row['pieces']} | {peak} | {row['cpu_ratio']['median']:.2f} | {error} |")
@@ -109,7 +112,7 @@ def attacks(result: Result) -> list[str]:
 
 def precision(result: Result) -> list[str]:
     lines = [
-        "| pieces | bfloat16 `.grad` | float32, the sum | float32, rounded into `.grad` | CPU time |",
+        "| micro-batches | bfloat16 `.grad` | float32, the sum | float32, rounded into `.grad` | CPU time |",
         "|---|---|---|---|---|",
     ]
     for row in result["rows"]:
@@ -165,7 +168,7 @@ def ranks(result: Result) -> list[str]:
         way = f'`sync="{row["way"]}"`' if row["way"] in ("last", "every") else row["way"]
         lines.append(f"| {row['kind']} | {way} | {spread} |")
     s = result["settings"]
-    size = f"{s['ranks']} processes, {s['parameters'] / 1e6:.1f} M parameters, {s['pieces']} pieces of "
+    size = f"{s['ranks']} processes, {s['parameters'] / 1e6:.1f} M parameters, {s['pieces']} micro-batches of "
     size += f"{s['rows_of_a_piece']} x {s['positions']} tokens on each"
     return [*lines, "", f"{size}; the first of each kind = 1; {measured_on(result)} (`benchmarks/ranks.py`)."]
 
@@ -175,9 +178,9 @@ def soak(result: Result) -> list[str]:
     disturbed = (
         f"{row['steps']:,} steps, {row['rows']:,} rows; memory changed {row['changes_of_memory']:,} times and ran out"
     )
-    pieces = f"in {row['pieces']['least']} to {row['pieces']['most']} pieces a step"
+    micro_batches = f"in {row['pieces']['least']} to {row['pieces']['most']} micro-batches a step"
     found = f"{row['rows_lost_or_repeated']:.0f} rows lost or repeated, losses apart by at most {row['loss_apart']:.0e}"
-    return [f"{disturbed} {row['out_of_memory']:,} times, {pieces}: {found} (float64, `benchmarks/soak.py`)."]
+    return [f"{disturbed} {row['out_of_memory']:,} times, {micro_batches}: {found} (float64, `benchmarks/soak.py`)."]
 
 
 def watching(result: Result) -> list[str]:

@@ -1,9 +1,9 @@
 """Train every text model class of Transformers for two windows: how far from the whole batch is its Trainer, and ours?
 
-A class is built from a tiny configuration without dropout. Its own loss on the whole window in one piece is the truth.
-Every row is padded to the same width, so that no class sees another padding in pieces than whole; how many labels count
-differs from row to row. The windows hold 8 and 3 rows in micro-batches of 2. Takes about half an hour on one core; what
-is measured is kept class by class, so a run may be stopped and taken up again.
+A class is built from a tiny configuration without dropout. Its own loss on the whole window in one micro-batch is the
+truth. Every row is padded to the same width, so that no class sees another padding in micro-batches than whole; how
+many labels count differs from row to row. The windows hold 8 and 3 rows in micro-batches of 2. Takes about half an hour
+on one core; what is measured is kept class by class, so a run may be stopped and taken up again.
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ def train(trainer: Any, model: nn.Module, rows: Any, folder: str) -> list[list[T
     return kept.steps
 
 
-def in_one_piece(model: nn.Module, rows: Any, dtype: torch.dtype) -> list[Tensor | None]:
+def in_one_micro_batch(model: nn.Module, rows: Any, dtype: torch.dtype) -> list[Tensor | None]:
     """The gradient of the model's own loss over all rows at once."""
     twin = copy.deepcopy(model).to(dtype).train()
     twin(**collate(rows)).loss.backward()
@@ -181,11 +181,11 @@ def in_one_piece(model: nn.Module, rows: Any, dtype: torch.dtype) -> list[Tensor
 
 
 def truth(model: nn.Module, rows: Any) -> list[Tensor | None]:
-    """The gradient in one piece, in float64 where the class can do that."""
+    """The gradient in one micro-batch, in float64 where the class can do that."""
     try:
-        return in_one_piece(model, rows, torch.float64)
+        return in_one_micro_batch(model, rows, torch.float64)
     except RuntimeError:
-        return in_one_piece(model, rows, torch.float32)
+        return in_one_micro_batch(model, rows, torch.float32)
 
 
 def distance(ours: list[Tensor | None], theirs: list[Tensor | None]) -> float:
@@ -223,7 +223,7 @@ def measure(kind: str, class_name: str) -> dict[str, Any]:
             model = build(kind, class_name, collate(rows[:2]))
             stage = "not trained by the Trainer"
             expected = [truth(model, rows[:8]), truth(model, rows[8:])]
-            single = [in_one_piece(model, part, torch.float32) for part in (rows[:8], rows[8:])]
+            single = [in_one_micro_batch(model, part, torch.float32) for part in (rows[:8], rows[8:])]
             row["one_piece"] = [distance(*pair) for pair in zip(single, expected, strict=True)]
             stock = train(transformers.Trainer, model, rows, folder)
             row["trainer"] = [distance(*pair) for pair in zip(stock, expected, strict=True)]
@@ -254,8 +254,8 @@ def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 REFUSED = "InexactError"
 LIMIT, ROUNDING = 2e-6, 1e-4
-"""Relative distances to the truth: what counts as exact in float32 where one piece is not itself farther away, and how
-far away that may be; beyond, it is not rounding, and nothing can be said of the class."""
+"""Relative distances to the truth: what counts as exact in float32 where one micro-batch is not itself farther away,
+and how far away that may be; beyond, it is not rounding, and nothing can be said of the class."""
 
 
 def is_exact(row: dict[str, Any]) -> bool:

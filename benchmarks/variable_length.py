@@ -1,8 +1,10 @@
-"""Real tokens a second on rows of uneven length: fixed pieces, wholebatch, the Hugging Face Trainer, and no padding.
+"""Real tokens a second on rows of uneven length: fixed micro-batches, wholebatch, the Hugging Face Trainer, and no
+padding.
 
-All train the same Llama from the same start on the same rows with the same batch, optimizer and clip, and no piece may
-hold more padded tokens than ``batch / pieces`` rows of the longest length (the Trainer's ``batch_rebalance`` knows no
-such cap: its largest piece stands in the result). They take turns, one epoch each, in random order; what is kept is the
+All train the same Llama from the same start on the same rows with the same batch, optimizer and clip, and no
+micro-batch may hold more padded tokens than ``batch / micro_batches`` rows of the longest length (the Trainer's
+``batch_rebalance`` knows no such cap: its largest micro-batch stands in the result). They take turns, one epoch each,
+in random order; what is kept is the
 ratio within each round. Needs the extra ``bench``; about fifteen minutes.
 """
 
@@ -39,15 +41,15 @@ class Setting:
 
     rows: list[Tensor]
     batch: int
-    pieces: int
+    micro_batches: int
     longest: int
     hidden: int
     layers: int
 
     @property
     def cap(self) -> int:
-        """Padded tokens that a piece may hold."""
-        return self.batch // self.pieces * self.longest
+        """Padded tokens that a micro-batch may hold."""
+        return self.batch // self.micro_batches * self.longest
 
     def shuffled(self, seed: int) -> Iterator[list[Tensor]]:
         """The batches of one epoch, each a list of rows of uneven length."""
@@ -72,7 +74,7 @@ class Setting:
 
 @dataclass
 class Collate:
-    """Pad the rows of a piece to the longest among them, and count what that adds."""
+    """Pad the rows of a micro-batch to the longest among them, and count what that adds."""
 
     slots: int = 0
     real: int = 0
@@ -112,8 +114,9 @@ def finish(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 def fixed(setting: Setting, seed: int) -> Epoch:
-    """A careful hand-written loop: pieces of equally many rows in loader order, divided by the tokens of the batch."""
-    model, collate, rows = setting.model(), Collate(), setting.batch // setting.pieces
+    """A careful hand-written loop: micro-batches of equally many rows in loader order, divided by the tokens of the
+    batch."""
+    model, collate, rows = setting.model(), Collate(), setting.batch // setting.micro_batches
     optimizer = adamw(model)
     with Clock() as clock:
         for batch in setting.shuffled(seed):
@@ -130,7 +133,7 @@ def causal_loss(model: nn.Module, batch: Batch) -> wb.Mean:
 
 
 def ours(setting: Setting, seed: int) -> Epoch:
-    """``wb.Step`` with pieces by padded tokens."""
+    """``wb.Step`` with micro-batches by padded tokens."""
     model, collate = setting.model(), Collate()
     size = wb.Tokens(setting.cap, length=len)
     step = wb.Step(model, adamw(model), causal_loss, micro_batch_size=size, collate=collate, max_grad_norm=1.0)
@@ -159,10 +162,10 @@ def packed(setting: Setting, seed: int) -> Epoch:
     with Clock() as clock:
         for batch in setting.shuffled(seed):
             items = sum(len(row) - 1 for row in batch)
-            for piece in filled(batch, setting.cap):
-                lengths = [len(row) for row in piece]
-                ids = torch.cat(piece)
-                labels = torch.cat([torch.cat([row.new_tensor([-100]), row[1:]]) for row in piece])
+            for micro_batch in filled(batch, setting.cap):
+                lengths = [len(row) for row in micro_batch]
+                ids = torch.cat(micro_batch)
+                labels = torch.cat([torch.cat([row.new_tensor([-100]), row[1:]]) for row in micro_batch])
                 positions = torch.cat([torch.arange(length) for length in lengths])
                 collate.seen(len(ids), len(ids))
                 inputs = {"input_ids": ids[None], "labels": labels[None], "position_ids": positions[None]}
@@ -172,15 +175,15 @@ def packed(setting: Setting, seed: int) -> Epoch:
 
 
 def filled(batch: list[Tensor], cap: int) -> list[list[Tensor]]:
-    """Fill pieces to the cap, longest rows first."""
-    pieces: list[list[Tensor]] = []
+    """Fill micro-batches to the cap, longest rows first."""
+    micro_batches: list[list[Tensor]] = []
     for row in sorted(batch, key=len, reverse=True):
-        fits = (piece for piece in pieces if sum(map(len, piece)) + len(row) <= cap)
-        piece = next(fits, None)
-        if piece is None:
-            pieces.append(piece := [])
-        piece.append(row)
-    return pieces
+        fits = (micro_batch for micro_batch in micro_batches if sum(map(len, micro_batch)) + len(row) <= cap)
+        micro_batch = next(fits, None)
+        if micro_batch is None:
+            micro_batches.append(micro_batch := [])
+        micro_batch.append(row)
+    return micro_batches
 
 
 class Stopwatch(transformers.TrainerCallback):
@@ -204,8 +207,8 @@ def trainer(strategy: str) -> Callable[[Setting, int], Epoch]:
         with tempfile.TemporaryDirectory() as folder:
             arguments = transformers.TrainingArguments(
                 output_dir=folder,
-                per_device_train_batch_size=setting.batch // setting.pieces,
-                gradient_accumulation_steps=setting.pieces,
+                per_device_train_batch_size=setting.batch // setting.micro_batches,
+                gradient_accumulation_steps=setting.micro_batches,
                 train_sampling_strategy=strategy,
                 num_train_epochs=1,
                 learning_rate=1e-3,
@@ -233,7 +236,7 @@ def trainer(strategy: str) -> Callable[[Setting, int], Epoch]:
 
 
 CONTESTANTS: dict[str, Callable[[Setting, int], Epoch]] = {
-    "fixed pieces, loader order": fixed,
+    "fixed micro-batches, loader order": fixed,
     "Trainer, random (its default)": trainer("random"),
     "Trainer, group_by_length": trainer("group_by_length"),
     "Trainer, batch_rebalance": trainer("batch_rebalance"),
@@ -315,7 +318,7 @@ def main() -> None:
     parser.add_argument("--batches", type=int, default=3, help="optimizer steps of an epoch")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--batch", type=int, default=128, help="rows of a batch")
-    parser.add_argument("--pieces", type=int, default=8, help="pieces of a batch where they are fixed")
+    parser.add_argument("--pieces", type=int, default=8, help="micro-batches of a batch where they are fixed")
     parser.add_argument("--longest", type=int, default=512, help="rows are cut to so many tokens")
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--layers", type=int, default=4)
@@ -328,7 +331,7 @@ def main() -> None:
     results, settings = [], {"transformers": transformers.__version__}
     for corpus in options.corpus or CORPORA:
         rows = CORPORA[corpus](options.batches * options.batch, options.longest)
-        setting = Setting(rows, options.batch, options.pieces, options.longest, options.hidden, options.layers)
+        setting = Setting(rows, options.batch, options.micro_batches, options.longest, options.hidden, options.layers)
         print(f"{corpus}: {len(rows)} rows, {sum(map(len, rows))} tokens, cap {setting.cap}", flush=True)
         seen = compete(setting, options.rounds)
         results += [row(corpus, name, seen, setting) for name in CONTESTANTS]

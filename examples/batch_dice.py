@@ -1,4 +1,5 @@
-"""Batch Dice: overlap over size, both summed over all images, is no mean of the images' or the pieces' own Dice."""
+"""Batch Dice: overlap over size, both summed over all images, is no mean of the images' or the micro-batches' own
+Dice."""
 
 from __future__ import annotations
 
@@ -39,8 +40,8 @@ def main() -> None:
 
     dice(*encode(whole, batch)).backward()
     for start in range(0, 32, 4):
-        piece = {name: rows[start : start + 4] for name, rows in batch.items()}
-        (dice(*encode(usual, piece)) / 8).backward()
+        micro_batch = {name: rows[start : start + 4] for name, rows in batch.items()}
+        (dice(*encode(usual, micro_batch)) / 8).backward()
     for number in range(30):
         result = wb.coupled_backward(model, encode, dice, batch, micro_batch_size=4)
         if number == 0:
@@ -49,7 +50,7 @@ def main() -> None:
             print(f"step {number + 1:2}: batch Dice loss {float(result.loss):.3f}")
         optimizer.step()
         optimizer.zero_grad()
-    print(f"mean of the pieces' Dice, as usual: off by {(off - true).norm() / true.norm():.2f}")
+    print(f"mean of the micro-batches' Dice, as usual: off by {(off - true).norm() / true.norm():.2f}")
     print(f"gradient error {(ours - true).norm() / true.norm():.1e}")
 
 

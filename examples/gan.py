@@ -47,10 +47,10 @@ def train(micro_batch_size: int | None, steps: int = 100) -> tuple[torch.Tensor,
 
 
 def main() -> None:
-    pieces, drawn = train(micro_batch_size=8)
+    micro_batches, drawn = train(micro_batch_size=8)
     whole, _ = train(micro_batch_size=None)
     print(f"mean radius of the drawn points {drawn.norm(dim=1).mean():.2f} (the ring has 1)")
-    print(f"largest difference of the parameters {(pieces - whole).abs().max():.1e}")
+    print(f"largest difference of the parameters {(micro_batches - whole).abs().max():.1e}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""A language model on lines of uneven length: samples are cut by padded tokens first, then padded piece by piece."""
+"""A language model on lines of uneven length: samples are cut by padded tokens first, then padded micro-batch by
+micro-batch."""
 
 from __future__ import annotations
 
@@ -40,15 +41,15 @@ def main() -> None:
     loader = DataLoader(lines, batch_size=32, shuffle=True, collate_fn=list)
     model = Model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    pieces = {"micro_batch_size": wb.Tokens(512, length=len), "collate": collate}
-    step = wb.Step(model, optimizer, loss_fn, max_grad_norm=1.0, **pieces)
+    micro_batches = {"micro_batch_size": wb.Tokens(512, length=len), "collate": collate}
+    step = wb.Step(model, optimizer, loss_fn, max_grad_norm=1.0, **micro_batches)
     for epoch in range(3):
         results = [step(batch) for batch in loader]
         print(f"epoch {epoch}  {sum(float(r.loss) for r in results) / len(results) / 0.6931:.2f} bits per byte")
 
     whole = copy.deepcopy(model).double()
     loss_fn(whole, collate(lines[:32])).value.backward()
-    wb.backward(model, loss_fn, lines[:32], **pieces)
+    wb.backward(model, loss_fn, lines[:32], **micro_batches)
     ours, true = (torch.cat([p.grad.flatten().double() for p in m.parameters()]) for m in (model, whole))
     print(f"gradient error {(ours - true).norm() / true.norm():.1e}")
 

@@ -44,7 +44,7 @@ def main() -> None:
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
-        print(f"epoch {epoch}  loss {result.loss:.3f}  {result.rows} rows in {result.micro_batches} pieces")
+        print(f"epoch {epoch}  loss {result.loss:.3f}  {result.rows} rows in {result.micro_batches} micro-batches")
     print(f"gradient error {worst:.1e}")
 
 

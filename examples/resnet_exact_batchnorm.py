@@ -1,4 +1,5 @@
-"""A small ResNet: BatchNorm over the whole batch, in pieces of four, beside what pieces of four do by themselves."""
+"""A small ResNet: BatchNorm over the whole batch, in micro-batches of four, beside what micro-batches of four do by
+themselves."""
 
 from __future__ import annotations
 

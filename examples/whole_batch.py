@@ -43,10 +43,10 @@ def main() -> None:
     usual_mean(whole, batch).backward()
     wb.backward(ours, loss_fn, batch, micro_batch_size=3)
     for start in range(0, 12, 3):
-        piece = {name: tensor[start : start + 3] for name, tensor in batch.items()}
-        (usual_mean(usual, piece) / 4).backward()
+        micro_batch = {name: tensor[start : start + 3] for name, tensor in batch.items()}
+        (usual_mean(usual, micro_batch) / 4).backward()
 
-    print("distance to the whole batch's gradient, 12 rows in pieces of 3")
+    print("distance to the whole batch's gradient, 12 rows in micro-batches of 3")
     for name, model in {"the usual loop": usual, "wholebatch": ours}.items():
         print(f"{name:15} {(gradient(model) - gradient(whole)).norm() / gradient(whole).norm():.1e}")
 

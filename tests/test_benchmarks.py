@@ -56,7 +56,7 @@ def test_the_ways_to_run_uneven_rows_train_the_same_parameters(tmp_path: Path) -
     bench("variable_length", *small.split(), "--corpus", "log-normal", "--out", str(tmp_path))
     rows = {row["name"]: row for row in rows_of(tmp_path, "variable_length")}
     assert rows["no padding at all (the limit)"]["padding"] == 0
-    assert rows["wholebatch"]["padding"] <= rows["fixed pieces, loader order"]["padding"]
+    assert rows["wholebatch"]["padding"] <= rows["fixed micro-batches, loader order"]["padding"]
     assert rows["wholebatch"]["largest_piece"] <= 2 * 48
     assert all(row["parameters_apart"] < 1e-3 for row in rows.values() if row["parameters_apart"] is not None)
 

@@ -7,12 +7,9 @@ takes the place of ``loss.backward()``; everything else here is a companion of t
 from __future__ import annotations
 
 from wholebatch import doctor, losses, norms
-from wholebatch.arrangement import Arrangement
-from wholebatch.checking import Check, check
-from wholebatch.checkpointing import checkpointed
-from wholebatch.coupled import Coupled, coupled_backward
-from wholebatch.dealing import DealtBatches
-from wholebatch.detector import Coupling, find_coupling
+from wholebatch.batch.dealing import DealtBatches
+from wholebatch.batch.sizes import Auto, Tokens
+from wholebatch.batch.window import Window, windows
 from wholebatch.errors import (
     InexactError,
     LossError,
@@ -22,14 +19,17 @@ from wholebatch.errors import (
     SyncError,
     WholeBatchError,
 )
-from wholebatch.gradient import Result, backward
-from wholebatch.loss import Mean, from_mean, mean, once, total
-from wholebatch.pipeline import Pipeline
-from wholebatch.planner import plan
+from wholebatch.gradient.coupled import Coupled, coupled_backward
+from wholebatch.gradient.pipeline import Pipeline
+from wholebatch.gradient.separable import Result, backward
+from wholebatch.loss.terms import Mean, from_mean, mean, once, total
+from wholebatch.model.checkpointing import checkpointed
+from wholebatch.planning.arrangement import Arrangement
+from wholebatch.planning.planner import plan
 from wholebatch.policies import NominalBatch, scale_adam, scale_lr
-from wholebatch.sizes import Auto, Tokens
 from wholebatch.step import Step, StepResult
-from wholebatch.window import Window, windows
+from wholebatch.verify.checking import Check, check
+from wholebatch.verify.coupling import Coupling, find_coupling
 
 __version__ = "0.1.0"
 

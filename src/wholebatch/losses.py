@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from wholebatch.errors import LossError
-from wholebatch.loss import Mean, floating
+from wholebatch.loss.terms import Mean, floating
 
 __all__ = ["causal_lm", "cross_entropy", "masked_lm", "token_classification"]
 

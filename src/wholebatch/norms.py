@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from wholebatch.moments import Moments, merged
-from wholebatch.survey import Survey
+from wholebatch.batchnorm.moments import Moments, merged
+from wholebatch.model.inspection import Survey
 
 ARGUMENTS = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
 """Those of ``torch.nn.functional.batch_norm``; ``torch.batch_norm`` has weight and bias before the statistics."""

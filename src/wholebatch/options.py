@@ -14,7 +14,7 @@ Counts: TypeAlias = "float | Tensor | Sequence[float | Tensor] | Mapping[str, fl
 
 
 class Options(TypedDict, total=False):
-    """How the pieces of a batch run; all optional, all by name.
+    """How the micro-batches of a batch run; all optional, all by name.
 
     Attributes:
         items: a function of the micro-batch that returns the counts of the terms, in their order or under their
@@ -30,9 +30,9 @@ class Options(TypedDict, total=False):
             from stage to stage; on the CPU itself most of that is made twice instead.
         batch_norm: what BatchNorm layers in training mode do. "exact": statistics of the whole batch over all
             ranks, forward and backward, running statistics moved on once; "exact-per-rank": of each rank's share;
-            "exact-lock-step": the same for a model that no graph can be made of, with the graphs of all pieces in
-            memory; "pooled": each piece normalises by itself and running statistics are pooled and moved on once;
-            "micro": as in a plain loop.
+            "exact-lock-step": the same for a model that no graph can be made of, with the graphs of all micro-batches
+            in memory; "pooled": each micro-batch normalises by itself and running statistics are pooled and moved on
+            once; "micro": as in a plain loop.
         verify: when a window proves that it may be cut: one micro-batch runs whole and in two uneven parts, with
             random draws held still and without a trace, and gradient, loss and items must agree. "first" (the
             default): in the first window of a model, a loss function and a set of options, which then takes up to

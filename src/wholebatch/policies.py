@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Literal, TypedDict, TypeVar
 
-from wholebatch.window import Window, windows
+from wholebatch.batch.window import Window, windows
 
 T = TypeVar("T")
 Rule = Literal["linear", "sqrt"]
@@ -199,7 +199,9 @@ class NominalBatch:
     def __post_init__(self) -> None:
         for name in ("nbs", "batch", "micro_batches", "epochs"):
             if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1: a run has rows, pieces and epochs.")
+                raise ValueError(
+                    f"{name}={getattr(self, name)} must be at least 1: a run has rows, micro-batches and epochs."
+                )
         for name, words in (("flavour", ("8.4", "8.3")), ("flush", ("end", "never"))):
             if getattr(self, name) not in words:
                 raise ValueError(f"{name}={getattr(self, name)!r} is not known. Choose one of {words}.")

@@ -14,14 +14,14 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from typing_extensions import Unpack
 
-from wholebatch.buffers import Buffers
-from wholebatch.coupled import Coupled, accumulate_coupled, checked_for_all_rows
+from wholebatch.batch.sizes import Auto, Size, is_number, whole_entry
 from wholebatch.errors import LossError, NonFiniteError, plainly
-from wholebatch.gradient import LossFunction, Pending, Result, accumulate
-from wholebatch.loss import Count
+from wholebatch.gradient.coupled import Coupled, accumulate_coupled, checked_for_all_rows
+from wholebatch.gradient.separable import LossFunction, Pending, Result, accumulate
+from wholebatch.loss.terms import Count
+from wholebatch.model.flat_gradients import Buffers
+from wholebatch.model.gradients import Gradients, all_or_nothing, precise
 from wholebatch.options import STEP, Options, checked, checked_scaler
-from wholebatch.precision import Gradients, all_or_nothing, precise
-from wholebatch.sizes import Auto, Size, is_number, whole_entry
 
 VERSION = 1
 """Of the state dict's layout."""

@@ -14,7 +14,8 @@ from tests.cases.situation import Loss, Situation, columns
 
 
 class Rows(Situation):
-    """A situation whose micro-batches are tuples of tensors, so that the whole batch is their columns in one piece.
+    """A situation whose micro-batches are tuples of tensors, so that the whole batch is their columns in one
+    micro-batch.
 
     A subclass says `share(model, rows)`, the mean that is meant for any number of rows: over the columns it is the
     whole batch's, over a micro-batch it is the usual one.
@@ -333,7 +334,7 @@ class SharedWeightsOtherShapes(Rows):
         return wb.mean(out[..., 0].square(), weights=weights) + wb.mean(out[..., 1].mean(1).square(), weights=weights)
 
     def whole(self, model: nn.Module, window: list[Any]) -> torch.Tensor:
-        tokens, row, counts = 0, 0, [0, 0]  # the lengths differ: added up piece by piece, divided once
+        tokens, row, counts = 0, 0, [0, 0]  # the lengths differ: added up micro-batch by micro-batch, divided once
         for inputs, weights in window:
             out = model(inputs)
             tokens = tokens + (out[..., 0].square() * weights[:, None]).sum()
@@ -572,7 +573,7 @@ class Penalised(nn.Module):
         return self.body(inputs), torch.stack([weight.square().sum() for weight in self.body.parameters()]).sum()
 
 
-class SkippedPiece(Rows):
+class SkippedMicroBatch(Rows):
     """A micro-batch is thrown away by the user's rule: the divisor is the rows of the others."""
 
     same_shapes = False
@@ -599,7 +600,7 @@ class SkippedPiece(Rows):
                 (model(rows[0]).square().mean() / len(window)).backward()
 
 
-class SkippedFirst(SkippedPiece):
+class SkippedFirst(SkippedMicroBatch):
     """The micro-batch that is thrown away is the first one, which a first guess of the denominator would rest on."""
 
     seed = 123
@@ -609,7 +610,7 @@ class SkippedFirst(SkippedPiece):
         return model, [window[1], window[0], *window[2:]]
 
 
-class SkippedLast(SkippedPiece):
+class SkippedLast(SkippedMicroBatch):
     """The micro-batch that is thrown away is the last one, where ranks would synchronise."""
 
     seed = 124
@@ -697,7 +698,7 @@ class PartlyUsed(nn.Module):
         return out
 
 
-class UsedInOnePiece(Rows):
+class UsedInOneMicroBatch(Rows):
     """A branch that only one micro-batch goes through: its gradient is that micro-batch's share of the whole."""
 
     same_shapes = False
@@ -755,7 +756,7 @@ class WideSpread(Rows):
         return rows[1].sum()
 
 
-class EmptyPiece(Rows):
+class EmptyMicroBatch(Rows):
     """A micro-batch of no rows at all, as a filter inside a loader leaves behind."""
 
     seed = 130
@@ -883,15 +884,15 @@ KINDS: list[Situation] = [
     LearnedVariance(),
     LearnedTaskWeights(),
     WeightPenalty(),
-    SkippedPiece(),
+    SkippedMicroBatch(),
     SkippedFirst(),
     SkippedLast(),
     ComplexParameters(),
     SparseEmbedding(),
     FrozenAndUnused(),
-    UsedInOnePiece(),
+    UsedInOneMicroBatch(),
     WideSpread(),
-    EmptyPiece(),
+    EmptyMicroBatch(),
     OnceAfterNone(),
     MetaLearning(),
     CriticWithPenalty(),

@@ -98,7 +98,7 @@ class ClassWeights(Situation):
         return wb.from_mean(self.usual(model, rows), items=self.items(rows))
 
 
-class IgnoredPiece(Situation):
+class IgnoredMicroBatch(Situation):
     """The middle micro-batch holds ignored labels only: its own mean is 0/0, and it must weigh nothing."""
 
     source = "karpathy/nanochat#623"
@@ -228,7 +228,7 @@ class TokensAndSequences(Situation):
 
     def build(self) -> tuple[nn.Module, list[Any]]:
         model = RoutedModel().double()
-        return model, [[torch.randint(0, 7, (tokens + 1,)) for tokens in piece] for piece in self.lengths]
+        return model, [[torch.randint(0, 7, (tokens + 1,)) for tokens in micro_batch] for micro_batch in self.lengths]
 
     def loss(self, model: nn.Module, sequences: list[torch.Tensor]) -> Any:
         tokens, balance = model(sequences)
@@ -328,7 +328,7 @@ class BaseModel(nn.Module):
 REPORTED: list[Situation] = [
     TokenMeans(),
     ClassWeights(),
-    IgnoredPiece(),
+    IgnoredMicroBatch(),
     UnevenRows(),
     TiedEmbedding(),
     GradientPenalty(),

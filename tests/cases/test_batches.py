@@ -31,21 +31,21 @@ def mixed_batch() -> tuple[nn.Module, dict[str, Any]]:
 def test_tensors_and_lists_of_one_batch_are_cut_at_the_same_rows(size: int) -> None:
     """RLinf/RLinf#1500: tensors cut 4, 4, 2 and lists 4, 3, 3 give rows the labels of others."""
     model, batch = mixed_batch()
-    pieces: list[Any] = []
+    micro_batches: list[Any] = []
 
-    def loss(model: nn.Module, piece: Any) -> torch.Tensor:
-        pieces.append(piece)
-        return weighted(model, piece)
+    def loss(model: nn.Module, micro_batch: Any) -> torch.Tensor:
+        micro_batches.append(micro_batch)
+        return weighted(model, micro_batch)
 
     result = wb.backward(model, loss, batch, micro_batch_size=size)
     reference = whole_batch(mixed_batch()[0], lambda model, batch: weighted(model, batch).mean(), batch)
     assert_same_gradient(model, reference)
-    assert [row for piece in pieces for row in piece["ids"]] == list(range(10))
-    assert [text for piece in pieces for text in piece["text"]] == batch["text"]
-    for piece in pieces:
-        assert piece["x"][:, 0].mul(10).round().int().tolist() == list(piece["ids"])
-        assert 0 < len(piece["ids"]) <= size
-    assert result.micro_batches == len(pieces) == -(-10 // size)
+    assert [row for micro_batch in micro_batches for row in micro_batch["ids"]] == list(range(10))
+    assert [text for micro_batch in micro_batches for text in micro_batch["text"]] == batch["text"]
+    for micro_batch in micro_batches:
+        assert micro_batch["x"][:, 0].mul(10).round().int().tolist() == list(micro_batch["ids"])
+        assert 0 < len(micro_batch["ids"]) <= size
+    assert result.micro_batches == len(micro_batches) == -(-10 // size)
 
     naive, _ = mixed_batch()
     for rows, ids in zip(batch["x"].chunk(3), ([0, 1, 2, 3], [4, 5, 6], [7, 8, 9]), strict=True):
@@ -109,23 +109,23 @@ def test_a_batch_may_wear_any_clothes(clothes: str) -> None:
     model = nn.Linear(3, 1).double()
     kinds: list[Any] = []
 
-    def loss(model: nn.Module, piece: Any) -> torch.Tensor:
-        kinds.append(piece)
-        return row_errors(model, piece)
+    def loss(model: nn.Module, micro_batch: Any) -> torch.Tensor:
+        kinds.append(micro_batch)
+        return row_errors(model, micro_batch)
 
     reference = whole_batch(model, lambda model, rows: row_errors(model, rows).mean(), find(batch))
     result = wb.backward(model, loss, batch, micro_batch_size=4)
     assert_same_gradient(model, reference)
     assert (result.rows, result.micro_batches) == (10, 3)
-    for piece in kinds:
-        assert type(piece) is type(batch)
+    for micro_batch in kinds:
+        assert type(micro_batch) is type(batch)
         for name in ("temperature", "factor", "none", "flag", "split", "raw"):
             if isinstance(batch, dict) and name in batch:
-                assert piece[name] is batch[name] or piece[name] == batch[name]
+                assert micro_batch[name] is batch[name] or micro_batch[name] == batch[name]
         if isinstance(batch, dict) and "names" in batch:
-            assert len(piece["names"]) == len(piece["x"])
+            assert len(micro_batch["names"]) == len(micro_batch["x"])
         if isinstance(batch, Record):
-            assert piece.name == batch.name
+            assert micro_batch.name == batch.name
 
 
 def test_a_tokenizer_s_batch_is_no_single_leaf() -> None:
@@ -136,9 +136,9 @@ def test_a_tokenizer_s_batch_is_no_single_leaf() -> None:
     ids, mask = torch.randint(0, 9, (7, 4)), torch.arange(4) < torch.tensor([4, 1, 2, 3, 1, 1, 4])[:, None]
     batch = transformers.BatchEncoding({"input_ids": ids, "attention_mask": mask})
 
-    def loss(model: nn.Module, piece: Any) -> Any:
-        assert isinstance(piece, transformers.BatchEncoding)
-        return wb.mean(model(piece.input_ids).squeeze(-1).square(), weights=piece.attention_mask)
+    def loss(model: nn.Module, micro_batch: Any) -> Any:
+        assert isinstance(micro_batch, transformers.BatchEncoding)
+        return wb.mean(model(micro_batch.input_ids).squeeze(-1).square(), weights=micro_batch.attention_mask)
 
     reference = whole_batch(model, lambda model, rows: model(rows[0]).squeeze(-1).square()[rows[1]].mean(), (ids, mask))
     wb.backward(model, loss, batch, micro_batch_size=3)
@@ -151,9 +151,9 @@ def test_leaves_that_only_look_like_rows_go_whole_when_they_are_named() -> None:
     model, x, labels = nn.Linear(3, 6).double(), torch.randn(6, 3).double(), torch.randint(0, 6, (6,))
     batch = {"x": x, "labels": labels, "weights": torch.rand(6).double()}
 
-    def loss(model: nn.Module, piece: Any) -> Any:
-        assert len(piece["weights"]) == 6
-        return wb.losses.cross_entropy(model(piece["x"]), piece["labels"], weight=piece["weights"])
+    def loss(model: nn.Module, micro_batch: Any) -> Any:
+        assert len(micro_batch["weights"]) == 6
+        return wb.losses.cross_entropy(model(micro_batch["x"]), micro_batch["labels"], weight=micro_batch["weights"])
 
     def plain(model: nn.Module, whole: Any) -> torch.Tensor:
         return nn.functional.cross_entropy(model(whole["x"]), whole["labels"], weight=whole["weights"])
@@ -168,12 +168,12 @@ def test_leaves_that_disagree_are_refused_by_name_and_nothing_has_run() -> None:
     batch = {"x": torch.randn(8, 3).double(), "y": torch.randn(7).double(), "extra": list(range(8))}
     calls: list[Any] = []
     with pytest.raises(wb.SplitError, match=r"(?s)'x'.*8.*'y'.*7.*whole="):
-        wb.backward(model, lambda model, piece: calls.append(piece), batch, micro_batch_size=4)
+        wb.backward(model, lambda model, micro_batch: calls.append(micro_batch), batch, micro_batch_size=4)
     assert calls == []
     assert set(gradients_of(model).values()) == {None}
 
 
-def test_samples_are_collated_piece_by_piece() -> None:
+def test_samples_are_collated_micro_batch_by_micro_batch() -> None:
     """A list of samples with `collate`: each micro-batch is padded to its own longest row only."""
     torch.manual_seed(305)
     model = nn.Embedding(9, 1).double()
@@ -186,8 +186,8 @@ def test_samples_are_collated_piece_by_piece() -> None:
         widths.append(padded.shape[1])
         return padded, torch.arange(padded.shape[1]) < lengths[:, None]
 
-    def loss(model: nn.Module, piece: Any) -> Any:
-        return wb.mean(model(piece[0]).squeeze(-1).square(), weights=piece[1])
+    def loss(model: nn.Module, micro_batch: Any) -> Any:
+        return wb.mean(model(micro_batch[0]).squeeze(-1).square(), weights=micro_batch[1])
 
     reference = whole_batch(model, lambda model, rows: model(torch.cat(rows)).square().mean(), samples)
     result = wb.backward(model, loss, samples, micro_batch_size=2, collate=collate, verify="never")
@@ -205,10 +205,10 @@ def test_a_token_budget_cuts_where_it_likes_and_changes_nothing(budget: int) -> 
     batch = {"input_ids": ids, "attention_mask": mask.long(), "row": torch.arange(9)}
     rows: list[int] = []
 
-    def loss(model: nn.Module, piece: Any) -> Any:
-        assert piece["input_ids"].numel() <= budget
-        rows.extend(piece["row"].tolist())
-        return wb.mean(model(piece["input_ids"]).squeeze(-1).square(), weights=piece["attention_mask"])
+    def loss(model: nn.Module, micro_batch: Any) -> Any:
+        assert micro_batch["input_ids"].numel() <= budget
+        rows.extend(micro_batch["row"].tolist())
+        return wb.mean(model(micro_batch["input_ids"]).squeeze(-1).square(), weights=micro_batch["attention_mask"])
 
     reference = whole_batch(model, lambda model, rows: model(rows[0])[rows[1]].square().mean(), (ids, mask))
     wb.backward(model, loss, batch, micro_batch_size=wb.Tokens(budget))
@@ -218,7 +218,7 @@ def test_a_token_budget_cuts_where_it_likes_and_changes_nothing(budget: int) -> 
 
 def test_a_batch_without_rows_is_refused() -> None:
     with pytest.raises(wb.SplitError):
-        wb.backward(nn.Linear(3, 1), lambda model, piece: None, {"name": "x", "n": 3}, micro_batch_size=2)
+        wb.backward(nn.Linear(3, 1), lambda model, micro_batch: None, {"name": "x", "n": 3}, micro_batch_size=2)
 
 
 def test_the_batch_itself_is_left_alone() -> None:

@@ -832,7 +832,7 @@ def test_time_chunks_hand_on_their_state_in_order() -> None:
 # Draws
 
 
-def test_dropout_draws_what_a_hand_written_loop_over_the_same_pieces_would_draw() -> None:
+def test_dropout_draws_what_a_hand_written_loop_over_the_same_micro_batches_would_draw() -> None:
     """Exact means for the same draws: each micro-batch its own, none twice, and the generator moves on."""
     torch.manual_seed(401)
     model = nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.5), nn.Linear(8, 1)).double()
@@ -840,8 +840,8 @@ def test_dropout_draws_what_a_hand_written_loop_over_the_same_pieces_would_draw(
 
     torch.manual_seed(402)
     expected = copy.deepcopy(model)
-    for piece in rows.split(2):
-        (squares(expected, piece).sum() / 6).backward()
+    for micro_batch in rows.split(2):
+        (squares(expected, micro_batch).sum() / 6).backward()
     after = torch.rand(())
 
     torch.manual_seed(402)
@@ -851,9 +851,9 @@ def test_dropout_draws_what_a_hand_written_loop_over_the_same_pieces_would_draw(
 
     naive = copy.deepcopy(model)
     naive.zero_grad()
-    for piece in rows.split(2):
+    for micro_batch in rows.split(2):
         torch.manual_seed(402)  # the same mask for every micro-batch
-        (squares(naive, piece).sum() / 6).backward()
+        (squares(naive, micro_batch).sum() / 6).backward()
     assert_differs(naive, gradients_of(expected), by=0.1)
 
 
@@ -862,9 +862,9 @@ def test_counting_denominators_beforehand_draws_nothing_and_moves_no_buffer() ->
     model = nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.5), nn.BatchNorm1d(8), nn.Linear(8, 2)).double()
     rows, mask = torch.randn(6, 3).double(), torch.tensor([1, 0, 0, 1, 1, 0]).bool()
 
-    def two_terms(model: nn.Module, piece: Any) -> Any:
-        out = model(piece[0]).square()
-        return wb.mean(out[:, 0]) + wb.mean(out[:, 1], weights=piece[1])
+    def two_terms(model: nn.Module, micro_batch: Any) -> Any:
+        out = model(micro_batch[0]).square()
+        return wb.mean(out[:, 0]) + wb.mean(out[:, 1], weights=micro_batch[1])
 
     torch.manual_seed(404)
     expected = copy.deepcopy(model)

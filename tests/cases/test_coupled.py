@@ -40,9 +40,9 @@ def assert_same_buffers(model: nn.Module, expected: nn.Module) -> None:
         assert torch.allclose(model.get_buffer(name), buffer, rtol=1e-12, atol=1e-14), name
 
 
-def pieces_in_a_plain_loop(model: nn.Module, rows: Any, size: int) -> None:
-    for piece in zip(*(column.split(size) for column in rows), strict=True):
-        (class_losses(model, piece).sum() / len(rows[0])).backward()
+def micro_batches_in_a_plain_loop(model: nn.Module, rows: Any, size: int) -> None:
+    for micro_batch in zip(*(column.split(size) for column in rows), strict=True):
+        (class_losses(model, micro_batch).sum() / len(rows[0])).backward()
 
 
 @pytest.mark.parametrize("door", ["backward", "Step"])
@@ -65,7 +65,7 @@ def test_the_plain_loop_is_what_micro_means_and_what_the_refusal_is_for() -> Non
     reference = whole_batch(model, class_mean, rows)
     naive = copy.deepcopy(model)
     wb.backward(model, class_losses, rows, micro_batch_size=2, batch_norm="micro")
-    pieces_in_a_plain_loop(naive, rows, 2)
+    micro_batches_in_a_plain_loop(naive, rows, 2)
     assert_same_gradient(model, gradients_of(naive))
     assert_same_buffers(model, naive)
     assert_differs(model, reference, by=0.1)
@@ -119,7 +119,7 @@ def test_pooled_batch_norm_keeps_the_plain_gradient_and_the_whole_batch_s_first_
     reference = whole_batch(model, class_mean, rows)
     naive = copy.deepcopy(model)
     wb.backward(model, class_losses, rows, micro_batch_size=2, batch_norm="pooled")
-    pieces_in_a_plain_loop(naive, rows, 2)
+    micro_batches_in_a_plain_loop(naive, rows, 2)
     assert_same_gradient(model, gradients_of(naive))
     assert_same_buffers(model, reference.model)
 
@@ -141,7 +141,7 @@ def test_batch_norm_without_running_statistics_uses_the_batch_s_in_eval_mode_too
         wb.backward(model, class_losses, normalised()[1], micro_batch_size=3)
 
 
-def test_a_single_piece_needs_no_choice() -> None:
+def test_a_single_micro_batch_needs_no_choice() -> None:
     model, rows = normalised()
     reference = whole_batch(model, class_mean, rows)
     wb.backward(model, class_losses, rows)
@@ -201,8 +201,8 @@ def encode(model: nn.Module, rows: Any) -> Any:
 def small_losses(model: nn.Module, rows: Any, loss: Callable[..., torch.Tensor], size: int) -> None:
     """The usual loop: the mean of the micro-batches' own losses."""
     window = list(zip(*(column.split(size) for column in rows), strict=True))
-    for piece in window:
-        (loss(*encode(model, piece)) / len(window)).backward()
+    for micro_batch in window:
+        (loss(*encode(model, micro_batch)) / len(window)).backward()
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 8])
@@ -236,10 +236,11 @@ def test_a_temperature_learned_in_the_loss_gets_its_gradient_once() -> None:
     assert_same_gradient(model, reference)
 
     cached = [
-        [side.detach() for side in encode(naive, piece)] for piece in zip(*(c.split(2) for c in rows), strict=True)
+        [side.detach() for side in encode(naive, micro_batch)]
+        for micro_batch in zip(*(c.split(2) for c in rows), strict=True)
     ]
-    for index, piece in enumerate(zip(*(column.split(2) for column in rows), strict=True)):
-        live = [*cached[:index], encode(naive, piece), *cached[index + 1 :]]
+    for index, micro_batch in enumerate(zip(*(column.split(2) for column in rows), strict=True)):
+        live = [*cached[:index], encode(naive, micro_batch), *cached[index + 1 :]]
         queries, documents = (torch.cat(side) for side in zip(*live, strict=True))
         info_nce(queries, documents, naive.log_scale.exp()).backward()
     towers = {name: gradient for name, gradient in gradients_of(naive).items() if name != "log_scale"}
@@ -285,7 +286,7 @@ def test_dropout_draws_the_same_masks_in_both_passes() -> None:
 
     expected = copy.deepcopy(model)
     torch.manual_seed(605)
-    loss(torch.cat([expected(piece) for piece in rows.split(4)])).backward()
+    loss(torch.cat([expected(micro_batch) for micro_batch in rows.split(4)])).backward()
     after = torch.rand(())
     torch.manual_seed(605)
     wb.coupled_backward(model, lambda m, x: m(x), loss, rows, micro_batch_size=4)
@@ -296,12 +297,12 @@ def test_dropout_draws_the_same_masks_in_both_passes() -> None:
     naive.zero_grad()
     torch.manual_seed(605)
     with torch.no_grad():
-        parts = [naive(piece) for piece in rows.split(4)]
+        parts = [naive(micro_batch) for micro_batch in rows.split(4)]
     leaf = torch.cat(parts).requires_grad_()
     loss(leaf).backward()
     assert leaf.grad is not None
-    for piece, gradient in zip(rows.split(4), leaf.grad.split(4), strict=True):
-        naive(piece).backward(gradient)  # other draws than those that the loss saw
+    for micro_batch, gradient in zip(rows.split(4), leaf.grad.split(4), strict=True):
+        naive(micro_batch).backward(gradient)  # other draws than those that the loss saw
     assert_differs(naive, gradients_of(expected), by=0.1)
 
 
@@ -315,7 +316,7 @@ def test_gradients_that_are_there_already_are_added_to() -> None:
     assert_same_gradient(model, expected)
 
 
-def test_a_loss_over_all_rows_given_as_a_mean_of_pieces_is_not_recognised_but_stated_by_the_user() -> None:
+def test_a_loss_over_all_rows_given_as_a_mean_of_micro_batches_is_not_recognised_but_stated_by_the_user() -> None:
     """`backward` cannot see rows meeting inside the loss; a bare number is refused, so nobody slips into it."""
     model, rows = pairs()
     with pytest.raises(wb.LossError):

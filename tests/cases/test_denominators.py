@@ -74,9 +74,9 @@ def test_the_library_s_own_cut_does_not_matter(situation: Rows, size: int) -> No
 def test_a_window_of_one_micro_batch_is_no_special_case(situation: Situation) -> None:
     model, window = situation.start()
     some = [rows for rows in window if situation.loss(model, rows) is not None]
-    piece = next(rows for rows in some if not situation.counts_known or all(numbers(situation.items(rows))))
-    reference = situation.reference(model, [piece])
-    wb.backward(model, situation.loss, wb.Window([piece]))
+    micro_batch = next(rows for rows in some if not situation.counts_known or all(numbers(situation.items(rows))))
+    reference = situation.reference(model, [micro_batch])
+    wb.backward(model, situation.loss, wb.Window([micro_batch]))
     assert_same_gradient(model, reference)
 
 

@@ -443,8 +443,8 @@ def test_steps_in_the_backward_of_each_micro_batch_are_another_update() -> None:
         for parameter in expected.parameters():
             parameter -= 0.1 * parameter.grad
     by_torch_s_own(model)
-    for piece in rows.split(4):
-        (squares(model, piece).sum() / len(rows)).backward()
+    for micro_batch in rows.split(4):
+        (squares(model, micro_batch).sum() / len(rows)).backward()
     assert any(
         not torch.allclose(a, b, rtol=1e-6) for a, b in zip(model.parameters(), expected.parameters(), strict=True)
     )

@@ -78,8 +78,8 @@ def test_a_plain_loop_moves_such_buffers_with_every_micro_batch() -> None:
     torch.manual_seed(803)
     model, rows = Codebook().double(), torch.randn(8, 3).double()
     reference = whole_batch(model, mean_square, rows)
-    for piece in rows.split(2):
-        (squares(model, piece).sum() / 16).backward()
+    for micro_batch in rows.split(2):
+        (squares(model, micro_batch).sum() / 16).backward()
     assert_differs(model, reference)
 
 
@@ -112,8 +112,8 @@ def test_a_plain_loop_counts_every_micro_batch() -> None:
     torch.manual_seed(805)
     model, rows = Schedule(late=False).double(), torch.randn(8, 3).double()
     reference = whole_batch(model, mean_square, rows)
-    for piece in rows.split(2):
-        (squares(model, piece).sum() / 16).backward()
+    for micro_batch in rows.split(2):
+        (squares(model, micro_batch).sum() / 16).backward()
     assert_differs(model, reference)
 
 
@@ -272,9 +272,9 @@ def test_leaves_that_a_loss_function_makes_are_not_kept() -> None:
     torch.manual_seed(814)
     model, rows, made = nn.Linear(3, 1).double(), torch.randn(12, 3).double(), []
 
-    def loss(model: nn.Module, piece: torch.Tensor) -> torch.Tensor:
+    def loss(model: nn.Module, micro_batch: torch.Tensor) -> torch.Tensor:
         assert sum(leaf() is not None for leaf in made) <= 2
-        points = piece.clone().requires_grad_()
+        points = micro_batch.clone().requires_grad_()
         made.append(weakref.ref(points))
         out = model(points)
         slope = torch.autograd.grad(out.sum(), points, create_graph=True)[0]
@@ -290,8 +290,8 @@ def test_a_module_that_the_loss_function_trains_itself_keeps_what_it_was_given()
     torch.manual_seed(815)
     model, critic, rows = nn.Linear(3, 2).double(), nn.Linear(2, 1).double(), torch.randn(12, 3).double()
 
-    def loss(model: nn.Module, piece: torch.Tensor) -> torch.Tensor:
-        fake = model(piece)
+    def loss(model: nn.Module, micro_batch: torch.Tensor) -> torch.Tensor:
+        fake = model(micro_batch)
         critic.zero_grad(set_to_none=True)
         critic(fake.detach()).square().sum().backward()
         out: torch.Tensor = fake.square().mean(1)
@@ -329,8 +329,8 @@ def test_draws_from_a_generator_of_the_user_s_own_are_the_same_twice_or_refused(
     model, rows = nn.Linear(3, 1).double(), torch.randn(8, 3).double()
     draws = torch.Generator().manual_seed(2)
 
-    def loss(model: nn.Module, piece: torch.Tensor) -> Any:
-        return two_terms(model(piece), torch.rand(len(piece), 1, generator=draws) < 0.5)
+    def loss(model: nn.Module, micro_batch: torch.Tensor) -> Any:
+        return two_terms(model(micro_batch), torch.rand(len(micro_batch), 1, generator=draws) < 0.5)
 
     again = torch.Generator().manual_seed(2)
     expected = copy.deepcopy(model)
@@ -348,10 +348,10 @@ def test_a_state_carried_through_the_counting_pass_is_exact_or_refused() -> None
     masks = list((torch.rand(7, 2, 1) < 0.6).split(3))
 
     def loss_from(carried: list[torch.Tensor]) -> Callable[[nn.Module, Any], Any]:
-        def loss(net: nn.Module, piece: Any) -> Any:
-            hidden, state = net["rnn"](piece[0], carried[-1] if carried else None)  # type: ignore[index]
+        def loss(net: nn.Module, micro_batch: Any) -> Any:
+            hidden, state = net["rnn"](micro_batch[0], carried[-1] if carried else None)  # type: ignore[index]
             carried.append(state.detach())
-            return two_terms(net["out"](hidden), piece[1])  # type: ignore[index]
+            return two_terms(net["out"](hidden), micro_batch[1])  # type: ignore[index]
 
         return loss
 
@@ -363,8 +363,8 @@ def test_a_state_carried_through_the_counting_pass_is_exact_or_refused() -> None
     (out.square().mean() + out.abs()[mask].mean()).backward()
     window = wb.Window(zip(chunks, masks, strict=True))
 
-    def items(piece: Any) -> Any:
-        return piece[0].shape[0] * piece[0].shape[1], piece[1].sum()
+    def items(micro_batch: Any) -> Any:
+        return micro_batch[0].shape[0] * micro_batch[0].shape[1], micro_batch[1].sum()
 
     stated = copy.deepcopy(net)
     wb.backward(stated, loss_from([]), window, items=items)
@@ -393,8 +393,8 @@ def test_recomputation_with_dropout_gives_the_same_bits(reentrant: bool) -> None
     first, block = nn.Linear(3, 8), nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Tanh())
     model, rows = nn.Sequential(first, block, nn.Linear(8, 1)).double(), torch.randn(7, 3).double()
 
-    def recomputed(model: nn.Module, piece: torch.Tensor) -> torch.Tensor:
-        hidden = checkpoint(model[1], model[0](piece), use_reentrant=reentrant)  # type: ignore[index]
+    def recomputed(model: nn.Module, micro_batch: torch.Tensor) -> torch.Tensor:
+        hidden = checkpoint(model[1], model[0](micro_batch), use_reentrant=reentrant)  # type: ignore[index]
         out: torch.Tensor = model[2](hidden).square()  # type: ignore[index]
         return out
 
@@ -446,7 +446,7 @@ def test_a_hook_that_reads_gradients_sees_each_row_s_share_of_the_batch(size: in
 def test_a_hook_sees_another_share_where_nothing_is_counted_first() -> None:
     model, rows = layers(), torch.randn(10, 3).double()
     (expected,) = seen_by(model, lambda: mean_square(model, rows).backward())
-    found = seen_by(model, lambda: [mean_square(model, piece).backward() for piece in rows.split(4)])
+    found = seen_by(model, lambda: [mean_square(model, micro_batch).backward() for micro_batch in rows.split(4)])
     assert float((torch.cat(found) - expected).norm() / expected.norm()) > 0.1
 
 
@@ -472,8 +472,8 @@ def test_whatever_reads_gradients_sees_the_share_that_a_loop_over_sums_would_sho
     model, rows = layers(), torch.randn(10, 3).double()
     norms: list[float] = []
     handle = register(model, lambda gradient: norms.append(float(gradient.norm())))
-    for piece in rows.split(4):
-        (squares(model, piece).sum() / 10).backward()
+    for micro_batch in rows.split(4):
+        (squares(model, micro_batch).sum() / 10).backward()
     expected, norms[:] = norms[:], []
     model.zero_grad()
     wb.backward(model, squares, rows, micro_batch_size=4)

@@ -12,8 +12,8 @@ from torch import nn
 
 import wholebatch as wb
 from tests.oracle import assert_differs, assert_same_gradient, gradients_of, relative_error, whole_batch
-from wholebatch.gradient import accumulate
-from wholebatch.precision import Gradients, total_norm
+from wholebatch.gradient.separable import accumulate
+from wholebatch.model.gradients import Gradients, total_norm
 
 
 class Dot(nn.Module):
@@ -27,7 +27,7 @@ class Dot(nn.Module):
         return (x * self.w).sum(-1)
 
 
-def many_pieces() -> tuple[nn.Module, wb.Window, dict[str, torch.Tensor | None]]:
+def many_micro_batches() -> tuple[nn.Module, wb.Window, dict[str, torch.Tensor | None]]:
     """1024 micro-batches whose gradients are exact in bfloat16, and the mean of them in double precision."""
     draws = torch.Generator().manual_seed(46)
     x = (1 + torch.randint(0, 4, (1024, 4), generator=draws) / 4).bfloat16()
@@ -36,14 +36,14 @@ def many_pieces() -> tuple[nn.Module, wb.Window, dict[str, torch.Tensor | None]]
 
 def test_a_sum_in_float32_keeps_what_bfloat16_would_round_away() -> None:
     """deepspeedai/DeepSpeed#1800: the running sum stalls once it is 256 times a summand."""
-    model, window, mean = many_pieces()
+    model, window, mean = many_micro_batches()
     wb.backward(model, lambda m, x: m(x), window, accumulate_in=torch.float32)
     assert_same_gradient(model, mean, tol=1e-2)
     assert model.w.grad.dtype == torch.bfloat16
 
 
 def test_a_step_sums_in_float32_and_rounds_once() -> None:
-    model, window, mean = many_pieces()
+    model, window, mean = many_micro_batches()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     handed: dict[str, torch.Tensor | None] = {}
     optimizer.register_step_pre_hook(lambda *_: handed.update(gradients_of(model)))
@@ -52,14 +52,14 @@ def test_a_step_sums_in_float32_and_rounds_once() -> None:
 
 
 def test_the_plain_sum_in_bfloat16_is_off_by_more_than_half() -> None:
-    model, window, mean = many_pieces()
+    model, window, mean = many_micro_batches()
     for x in window:
         model(x).sum().backward()
     naive = {name: None if g is None else g.double() / 1024 for name, g in gradients_of(model).items()}
     assert_differs(naive, mean, by=0.5)
 
 
-def test_a_few_pieces_in_bfloat16_are_as_good_as_bfloat16() -> None:
+def test_a_few_micro_batches_in_bfloat16_are_as_good_as_bfloat16() -> None:
     torch.manual_seed(701)
     model, x = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1)).bfloat16(), torch.randn(12, 8).bfloat16()
     reference = whole_batch(model, lambda m, x: m(x).square().mean(), x)
@@ -127,7 +127,7 @@ needs_grad_dtype = pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), r
 @needs_grad_dtype
 @pytest.mark.parametrize("accumulate_in", [None, torch.float32, torch.float64], ids=str)
 def test_gradients_that_torch_itself_keeps_wider_stay_wide(accumulate_in: torch.dtype | None) -> None:
-    model, window, mean = many_pieces()
+    model, window, mean = many_micro_batches()
     model.w.grad_dtype = torch.float32
     for times in (1, 2):  # the second window is added to the first
         wb.backward(model, lambda m, x: m(x), window, accumulate_in=accumulate_in)
@@ -137,14 +137,14 @@ def test_gradients_that_torch_itself_keeps_wider_stay_wide(accumulate_in: torch.
 
 @needs_grad_dtype
 def test_rounding_them_to_the_parameter_misses_that() -> None:
-    model, window, mean = many_pieces()
+    model, window, mean = many_micro_batches()
     wb.backward(model, lambda m, x: m(x), window, accumulate_in=torch.float32)
     assert_differs({"w": model.w.grad.double()}, mean, by=1e-4)
 
 
 @needs_grad_dtype
 def test_a_step_takes_gradients_that_are_wider_than_their_parameters() -> None:
-    model, window, mean = many_pieces()
+    model, window, mean = many_micro_batches()
     model.w.grad_dtype = torch.float32
     handed: dict[str, torch.Tensor | None] = {}
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)

@@ -340,7 +340,7 @@ def test_the_plain_loop_fails_on_a_reentrant_checkpoint(two_ranks: Ranks) -> Non
         assert "ready only once" in found[1]
 
 
-# Rows, pieces, and nothing to do
+# Rows, micro-batches, and nothing to do
 
 
 def cut_on_ranks(rows: tuple[int, int], size: int) -> Any:
@@ -355,16 +355,16 @@ def cut_on_ranks(rows: tuple[int, int], size: int) -> Any:
 
 @pytest.mark.parametrize("rows", [(7, 2), (1, 8), (4, 4), (3, 1)], ids=str)
 @pytest.mark.parametrize("size", [1, 3, 8])
-def test_ranks_may_bring_different_numbers_of_rows_and_pieces(
+def test_ranks_may_bring_different_numbers_of_rows_and_micro_batches(
     two_ranks: Ranks, rows: tuple[int, int], size: int
 ) -> None:
     torch.manual_seed(501)
     model, x = nn.Linear(3, 1).double(), torch.randn(sum(rows), 3).double()
     reference = whole_batch(model, lambda m, x: m(x).square().mean(), x)
-    for rank, (gradients, loss, seen, pieces, *_) in enumerate(two_ranks.run(cut_on_ranks, rows, size)):
+    for rank, (gradients, loss, seen, micro_batches, *_) in enumerate(two_ranks.run(cut_on_ranks, rows, size)):
         assert_same_gradient(gradients, reference)
         assert loss == pytest.approx(float(reference.loss), rel=1e-12)
-        assert (seen, pieces) == (rows[rank], -(-rows[rank] // size))
+        assert (seen, micro_batches) == (rows[rank], -(-rows[rank] // size))
 
 
 EMPTY: dict[str, Callable[[Any, Any], Any]] = {
@@ -731,7 +731,7 @@ def sharded(sync: str) -> Any:
 
 @needs_shards
 @pytest.mark.parametrize(("sync", "reductions"), [("default", 1), ("last", 1), ("every", 3)])
-def test_shards_are_reduced_once_a_window_or_with_every_piece_as_asked(
+def test_shards_are_reduced_once_a_window_or_with_every_micro_batch_as_asked(
     two_ranks: Ranks, sync: str, reductions: int
 ) -> None:
     """NVIDIA/cosmos-framework#161: a switch that only knows DDP leaves FSDP2 reducing with every micro-batch."""
@@ -767,7 +767,8 @@ def sharded_situation(name: str, first: int, sync: Any) -> Any:
 def test_shards_get_the_whole_batch_s_gradient_whatever_each_rank_brings(
     two_ranks: Ranks, name: str, first: int, sync: str
 ) -> None:
-    """Different numbers of pieces on the ranks, and no row on one (first = 0): FSDP2 itself would wait for ever."""
+    """Different numbers of micro-batches on the ranks, and no row on one (first = 0): FSDP2 itself would wait for
+    ever."""
     reference = reference_of(name)
     for gradients, loss in two_ranks.run(sharded_situation, name, first, sync):
         assert_same_gradient(gradients, reference)

@@ -29,7 +29,7 @@ def drawn(seed: int, rows: int, inputs: int, size: int) -> tuple[nn.Module, list
 
 
 def whole_steps(model: nn.Module, batches: Iterable[list[Pair]], lr: float) -> nn.Module:
-    """Train in plain torch, one step a batch, each in one piece: what windows must equal."""
+    """Train in plain torch, one step a batch, each in one micro-batch: what windows must equal."""
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
     for batch in batches:
         optimizer.zero_grad()
@@ -181,9 +181,9 @@ def test_a_batch_is_cut_into_any_size_without_a_difference(size: int | None) -> 
     model, rows = drawn(204, rows=11, inputs=3, size=11)
     sizes: list[int] = []
 
-    def seen(model: nn.Module, piece: Pair) -> Any:
-        sizes.append(len(piece[0]))
-        return squared_error(model, piece)
+    def seen(model: nn.Module, micro_batch: Pair) -> Any:
+        sizes.append(len(micro_batch[0]))
+        return squared_error(model, micro_batch)
 
     wb.backward(model, seen, rows[0], micro_batch_size=size)
     assert sum(sizes) == 11

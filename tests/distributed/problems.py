@@ -15,7 +15,7 @@ WORDS, LENGTH, ROWS = 11, 4, 11
 
 SHARES: dict[str, tuple[int, ...]] = {
     "uneven": (7, 4),
-    "more pieces on rank 1": (2, 9),
+    "more micro-batches on rank 1": (2, 9),
     "no rows on rank 1": (11, 0),
     "no rows on rank 0": (0, 11),
     "four uneven": (3, 4, 0, 4),

@@ -234,7 +234,7 @@ def static(kind: str, sync: str, cuts: Any) -> Any:
 
 CUTS = {
     "uneven": [(7, 3)] * 3,
-    "one piece first, then several": [(2, 2), (7, 3), (7, 3)],
+    "one micro-batch first, then several": [(2, 2), (7, 3), (7, 3)],
     "a rank without rows first": [(7, 0), (7, 3), (7, 0)],
     "a rank without rows later": [(2, 2), (7, 0), (7, 3)],
 }

@@ -46,6 +46,6 @@ def test_the_ranks_of_a_torchrun_are_read_together(tmp_path: Path) -> None:
     environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "TMPDIR": str(tmp_path)}
     done = subprocess.run(command, capture_output=True, text=True, timeout=110, env=environment, check=False)
     assert "2 ranks" in done.stdout, done.stderr
-    assert "pieces of 5, 1, 2, 6 items each weigh 1/4 of the window" in done.stdout
+    assert "micro-batches of 5, 1, 2, 6 items each weigh 1/4 of the window" in done.stdout
     assert done.stdout.count("wholebatch doctor:") == 1
     assert not list(tmp_path.glob("wholebatch-doctor-*"))

@@ -13,8 +13,8 @@ import wholebatch as wb
 from tests.distributed.launcher import Ranks
 from tests.distributed.problems import PROBLEMS, model_and_rows, share_of
 from tests.distributed.test_sharded import reference
+from tests.gradient.test_out_of_memory import Memory, Probe
 from tests.oracle import assert_differs, assert_same_gradient, gradients_of
-from tests.test_recovery import Memory, Probe
 
 pytestmark = pytest.mark.distributed
 
@@ -40,7 +40,8 @@ def share(fits: tuple[float, float]) -> Any:
 
 
 def windows(problem: str, fits: tuple[float, float], forward: bool) -> Any:
-    """Run three windows; return their gradients and losses, how often memory ran out, and the pieces of the last."""
+    """Run three windows; return their gradients and losses, how often memory ran out, and the micro-batches of the
+    last."""
     model, auto, found = narrow(fits, forward), wb.Auto(4), []
     wrapped = DistributedDataParallel(model)
     for _ in range(3):
@@ -63,8 +64,8 @@ def test_every_rank_has_the_whole_batch_s_gradient(two_ranks: Ranks, problem: st
 
 
 def test_each_rank_remembers_a_size_of_its_own(two_ranks: Ranks) -> None:
-    pieces = [last for _, _, last in two_ranks.run(windows, "token mean", (1e9, 1.0), False)]
-    assert pieces == [2, 4]
+    micro_batches = [last for _, _, last in two_ranks.run(windows, "token mean", (1e9, 1.0), False)]
+    assert micro_batches == [2, 4]
 
 
 def final(fits: tuple[float, float]) -> Any:

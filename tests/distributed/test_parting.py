@@ -156,7 +156,7 @@ MENDED = [
 def test_after_a_fault_that_the_others_are_told_of_the_next_window_is_exact(
     two_ranks: Ranks, kind: str, sync: str, place: str, call: int
 ) -> None:
-    failing = 0 if place == "backward" else 1  # which has pieces before its last
+    failing = 0 if place == "backward" else 1  # which has micro-batches before its last
     found = two_ranks.run(caught, kind, sync, place, call, (failing,))
     for rank, (said, seconds, gradients) in enumerate(found):
         own = f"Fault: {place} of rank {failing}"

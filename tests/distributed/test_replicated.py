@@ -177,7 +177,7 @@ def synced(sizes: tuple[int, int], sync: str) -> Any:
 
 @pytest.mark.parametrize("sync", ["last", "every"])
 def test_synchronised_batch_norm_is_left_alone(two_ranks: Ranks, sync: str) -> None:
-    """With one piece a rank it is the BatchNorm of the whole batch; with more, of each round."""
+    """With one micro-batch a rank it is the BatchNorm of the whole batch; with more, of each round."""
     model, rows = normalised()
     plain = whole_batch(model, lambda m, x: squares(m, x).mean(), rows)
     for gradients in two_ranks.run(synced, (6, 6), sync):
@@ -218,11 +218,11 @@ def failing_in_step() -> None:
     model, rows = model_and_rows()
     wrapped, calls = DistributedDataParallel(model), []
 
-    def loss(model: nn.Module, piece: Any) -> Any:
+    def loss(model: nn.Module, micro_batch: Any) -> Any:
         calls.append(1)
         if dist.get_rank() == 1 and len(calls) == 2:
             raise ZeroDivisionError("the loss of rank 1")
-        return PROBLEMS["token mean"].ours(model, piece)
+        return PROBLEMS["token mean"].ours(model, micro_batch)
 
     share = share_of(rows, "uneven", dist.get_rank())
     wb.backward(wrapped, loss, share, micro_batch_size=2, sync="every")

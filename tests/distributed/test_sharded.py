@@ -1,4 +1,4 @@
-"""FSDP2: every rank's shards are those of the whole batch's gradient, for one reduce-scatter or one a piece."""
+"""FSDP2: every rank's shards are those of the whole batch's gradient, for one reduce-scatter or one a micro-batch."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def rounds_of(share: str) -> int:
 
 
 @pytest.mark.parametrize("sync", ["last", "every"])
-@pytest.mark.parametrize("share", ["uneven", "more pieces on rank 1", "no rows on rank 1", "no rows on rank 0"])
+@pytest.mark.parametrize("share", ["uneven", "more micro-batches on rank 1", "no rows on rank 1", "no rows on rank 0"])
 @pytest.mark.parametrize("problem", PROBLEMS)
 def test_every_rank_holds_its_shards_of_the_whole_batch_s_gradient(
     two_ranks: Ranks, problem: str, share: str, sync: str
@@ -103,9 +103,9 @@ def test_the_usual_loop_over_shards_misses_it(two_ranks: Ranks) -> None:
 
 def usual_loop() -> Gradients:
     model, rows = sharded()
-    pieces = list(zip(*(part.split(2) for part in share_of(rows, "uneven", dist.get_rank())), strict=True))[:2]
-    for piece in pieces:
-        (own_mean(model, piece) / len(pieces)).backward()
+    micro_batches = list(zip(*(part.split(2) for part in share_of(rows, "uneven", dist.get_rank())), strict=True))[:2]
+    for micro_batch in micro_batches:
+        (own_mean(model, micro_batch) / len(micro_batches)).backward()
     return gradients_of(model)
 
 
@@ -229,8 +229,8 @@ def infinite_on_one(sync: str) -> Any:
     share = share_of(rows, "uneven", dist.get_rank())
     infinite = [dist.get_rank() == 1]
 
-    def loss(model: nn.Module, piece: Any) -> Any:
-        found, targets = logits(model, piece)
+    def loss(model: nn.Module, micro_batch: Any) -> Any:
+        found, targets = logits(model, micro_batch)
         factor = float("inf") if infinite and infinite.pop() else 1.0
         return wb.losses.cross_entropy(found * factor, targets)
 
@@ -264,8 +264,8 @@ def failing(sync: str) -> Any:
     share = share_of(rows, "uneven", dist.get_rank())
     calls: list[int] = []
 
-    def loss(model: nn.Module, piece: Any) -> Any:
-        term = PROBLEMS["token mean"].ours(model, piece)
+    def loss(model: nn.Module, micro_batch: Any) -> Any:
+        term = PROBLEMS["token mean"].ours(model, micro_batch)
         calls.append(1)
         if dist.get_rank() == 1 and len(calls) == 2:
             raise ZeroDivisionError("the loss of rank 1")
@@ -278,7 +278,7 @@ def failing(sync: str) -> Any:
     return found, seconds, gradients_of(model)
 
 
-def test_a_parameter_used_on_one_rank_or_in_one_piece_only(two_ranks: Ranks) -> None:
+def test_a_parameter_used_on_one_rank_or_in_one_micro_batch_only(two_ranks: Ranks) -> None:
     torch.manual_seed(8)
     model, rows = branches(), torch.randn(8, 3).double()
     plain = whole_batch(model, lambda m, x: torch.cat([m(x[:2], 0), m(x[2:], 1)]).square().mean(), rows)
@@ -308,8 +308,8 @@ def branches_backward() -> Gradients:
     model = branches()
     rows = torch.randn(8, 3).double()
     fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
-    pieces = wb.Window([(rows[:2], 0), (rows[2:4], 1)] if dist.get_rank() == 0 else [(rows[4:], 1)])
-    wb.backward(model, lambda m, piece: m(*piece).square(), pieces)
+    micro_batches = wb.Window([(rows[:2], 0), (rows[2:4], 1)] if dist.get_rank() == 0 else [(rows[4:], 1)])
+    wb.backward(model, lambda m, micro_batch: m(*micro_batch).square(), micro_batches)
     return gradients_of(model)
 
 
@@ -327,7 +327,7 @@ def no_rows(sync: str) -> Any:
     return gradients_of(model), result.rows
 
 
-def test_draws_and_buffers_do_not_see_the_pieces_that_weigh_nothing(two_ranks: Ranks) -> None:
+def test_draws_and_buffers_do_not_see_the_micro_batches_that_weigh_nothing(two_ranks: Ranks) -> None:
     shares = two_ranks.run(after_filling)
     assert [counted for counted, _ in shares] == [4, 2]
     for _, (there, expected) in shares:
@@ -343,8 +343,8 @@ def after_filling() -> Any:
     wb.backward(model, lambda m, x: m(x).square(), rows, micro_batch_size=2, sync="every", batch_norm="micro")
     there = torch.rand(1).item()
     torch.manual_seed(5)
-    for piece in rows.split(2):
-        nn.functional.dropout(torch.ones(len(piece), 3, dtype=torch.float64))
+    for micro_batch in rows.split(2):
+        nn.functional.dropout(torch.ones(len(micro_batch), 3, dtype=torch.float64))
     return int(model[1].num_batches_tracked), (there, torch.rand(1).item())
 
 
@@ -371,11 +371,11 @@ def test_bfloat16_parameters_sum_in_float32(two_ranks: Ranks) -> None:
 def many_small(sync: str, accumulate_in: torch.dtype | None = torch.float32) -> float:
     model = nn.Linear(1, 1, bias=False).bfloat16()
     fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
-    pieces = torch.tensor([1.0] + [2.0**-9] * 150).bfloat16()[:, None]
+    micro_batches = torch.tensor([1.0] + [2.0**-9] * 150).bfloat16()[:, None]
     if dist.get_rank() == 1:
-        pieces = pieces[1:]
+        micro_batches = micro_batches[1:]
     options: Any = {"sync": sync, "accumulate_in": accumulate_in}
-    wb.backward(model, lambda m, x: wb.total(m(x)), pieces, micro_batch_size=1, **options)
+    wb.backward(model, lambda m, x: wb.total(m(x)), micro_batches, micro_batch_size=1, **options)
     return float(gradients_of(model)["weight"])
 
 
@@ -400,27 +400,27 @@ def parameter_outside(sync: str) -> None:
     model, rows = sharded()
     scale = nn.Parameter(torch.ones((), dtype=torch.float64))
 
-    def loss(model: nn.Module, piece: Any) -> Any:
-        return wb.total(logits(model, piece)[0] * scale)
+    def loss(model: nn.Module, micro_batch: Any) -> Any:
+        return wb.total(logits(model, micro_batch)[0] * scale)
 
     wb.backward(model, loss, rows, micro_batch_size=4, sync=sync)
 
 
 def test_out_of_memory_on_one_rank_is_split_there_alone(two_ranks: Ranks) -> None:
     plain = reference("token mean")
-    (first, pieces), (second, more) = two_ranks.run(out_of_memory_on_one)
+    (first, micro_batches), (second, more) = two_ranks.run(out_of_memory_on_one)
     for gradients in (first, second):
         assert_same_gradient(gradients, plain)
-    assert (pieces, more) == (2, 2)  # seven rows by four, and four rows that had to be halved
+    assert (micro_batches, more) == (2, 2)  # seven rows by four, and four rows that had to be halved
 
 
 def out_of_memory_on_one() -> Any:
     model, rows = sharded()
 
-    def loss(model: nn.Module, piece: Any) -> Any:
-        if dist.get_rank() == 1 and len(piece[0]) > 2:
+    def loss(model: nn.Module, micro_batch: Any) -> Any:
+        if dist.get_rank() == 1 and len(micro_batch[0]) > 2:
             raise torch.OutOfMemoryError("CUDA out of memory")
-        return PROBLEMS["token mean"].ours(model, piece)
+        return PROBLEMS["token mean"].ours(model, micro_batch)
 
     result = wb.backward(model, loss, share_of(rows, "uneven", dist.get_rank()), wb.Auto(4))
     return gradients_of(model), result.micro_batches

@@ -360,12 +360,12 @@ def run(kind: type[Case], injection: AtOperator, gathered: bool = False) -> Tria
     return trial
 
 
-def final_pieces(calls: list[list[int]]) -> list[list[int]]:
+def final_micro_batches(calls: list[list[int]]) -> list[list[int]]:
     """Read off the micro-batches that a window ended with: for each row, the last call that it came in."""
     last = {row: call for call, rows in enumerate(calls) for row in rows}
-    pieces = [[row for row in rows if last[row] == call] for call, rows in enumerate(calls)]
-    assert all(piece in ([], rows) for piece, rows in zip(pieces, calls, strict=True))
-    return [piece for piece in pieces if piece]
+    micro_batches = [[row for row in rows if last[row] == call] for call, rows in enumerate(calls)]
+    assert all(micro_batch in ([], rows) for micro_batch, rows in zip(micro_batches, calls, strict=True))
+    return [micro_batch for micro_batch in micro_batches if micro_batch]
 
 
 def assert_survived(trial: Trial, gathered: bool, draws: bool = True) -> None:
@@ -375,11 +375,11 @@ def assert_survived(trial: Trial, gathered: bool, draws: bool = True) -> None:
             assert grad is trial.before[name], f".grad of {name} is another tensor"
             assert grad is None or bool((grad == 0.25).all()), f".grad of {name} has changed"
         return
-    case, pieces = trial.case, final_pieces(trial.calls)
-    assert sorted(row for piece in pieces for row in piece) == list(range(ROWS))
+    case, micro_batches = trial.case, final_micro_batches(trial.calls)
+    assert sorted(row for micro_batch in micro_batches for row in micro_batch) == list(range(ROWS))
     calm, learning = begun(case, gathered)
-    for piece in pieces:
-        case.share(calm, case.cut(case.batch(), piece)).backward()
+    for micro_batch in micro_batches:
+        case.share(calm, case.cut(case.batch(), micro_batch)).backward()
     assert not draws or trial.next_draws == drawn_next()
     assert_same_gradient(dense(trial.left), dense({name: tensor.grad for name, tensor in learning.items()}))
     with torch.no_grad():

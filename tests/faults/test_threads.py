@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 import wholebatch as wb
 from tests.oracle import assert_same_gradient, whole_batch
-from wholebatch.memory import SavedBytes, _Saved
-from wholebatch.staged import programs
-from wholebatch.state import State
+from wholebatch.batchnorm import programs
+from wholebatch.model.memory import SavedBytes, _Saved
+from wholebatch.model.state import State
 
 
 def normed(seed: int = 0) -> nn.Module:

@@ -83,8 +83,8 @@ def test_a_step_stays_within_what_was_planned(rows: Tensor) -> None:
     model = build()
     memory = 2 * 4 * 4 * BLOCKS * WIDTH**2 + 64 * MIB
     found = wb.plan(model, squares, rows, memory)
-    assert {way.way for way in found.measured} >= {"smaller pieces", "offload"}
-    plain = next(choice for choice in found.choices if choice.way == "smaller pieces")
+    assert {way.way for way in found.measured} >= {"smaller micro-batches", "offload"}
+    plain = next(choice for choice in found.choices if choice.way == "smaller micro-batches")
     assert 1 <= plain.micro_batch_size < ROWS
     optimizer = 2 * 4 * BLOCKS * WIDTH**2
     assert peak_of(model, rows, plain.micro_batch_size) + optimizer <= memory

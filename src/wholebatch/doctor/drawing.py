@@ -5,14 +5,14 @@ from __future__ import annotations
 import html
 from collections.abc import Iterator, Sequence
 
-from wholebatch.doctor.piece import Piece
-from wholebatch.doctor.story import Story, Window
+from wholebatch.doctor.micro_batch import MicroBatch
+from wholebatch.doctor.windows import Story, Window
 
 WIDTH = 860
 ROW = 34
 LABEL = 150
 MOST_WINDOWS = 12
-MOST_PIECES = 64
+MOST_MICRO_BATCHES = 64
 MOST_PARAMETERS = 16
 
 
@@ -35,7 +35,7 @@ def box(x: float, y: float, width: float, height: float, kind: str, hint: str = 
 
 
 def windows(stories: Sequence[Story]) -> str:
-    """Draw each window as a row of its pieces, as wide as their items, and what happened between them."""
+    """Draw each window as a row of its micro-batches, as wide as their items, and what happened between them."""
     shown = [(story, window) for story in stories for own in story.windows.values() for window in own][:MOST_WINDOWS]
     widest = max((sum(map(size_of, whole(window))) for _, window in shown), default=1.0)
     parts: list[str] = []
@@ -44,64 +44,64 @@ def windows(stories: Sequence[Story]) -> str:
         name = f"rank {story.trace.rank}, " if len(stories) > 1 else ""
         parts.append(text(LABEL - 8, y + 16, f"{name}step {window.number + 1}", "label", "end"))
         parts += row(window, y, (WIDTH - LABEL - 60) / widest)
-    return svg(12 + len(shown) * ROW, parts, "The pieces of each optimizer step")
+    return svg(12 + len(shown) * ROW, parts, "The micro-batches of each optimizer step")
 
 
-def whole(window: Window) -> list[Piece]:
-    """Return a window's pieces with those that it lost, in their order."""
-    return sorted([*window.lost, *window.pieces], key=lambda piece: piece.backward.order)
+def whole(window: Window) -> list[MicroBatch]:
+    """Return a window's micro-batches with those that it lost, in their order."""
+    return sorted([*window.lost, *window.micro_batches], key=lambda micro_batch: micro_batch.backward.order)
 
 
-def size_of(piece: Piece) -> float:
-    """Return the items of a piece, its rows where the loss could not be read."""
-    return max((term.items for term in piece.backward.terms), default=0.0) or float(piece.rows) or 1.0
+def size_of(micro_batch: MicroBatch) -> float:
+    """Return the items of a micro-batch, its rows where the loss could not be read."""
+    return max((term.items for term in micro_batch.backward.terms), default=0.0) or float(micro_batch.rows) or 1.0
 
 
 def row(window: Window, y: float, unit: float) -> Iterator[str]:
     """Draw one window."""
     x = float(LABEL)
-    pieces = whole(window)
-    for place, piece in enumerate(pieces[:MOST_PIECES]):
-        width = size_of(piece) * unit
-        lost = any(piece is other for other in window.lost)
-        yield box(x, y, width - 2, 22, "lost" if lost else "piece", hint_of(piece, lost))
+    micro_batches = whole(window)
+    for place, micro_batch in enumerate(micro_batches[:MOST_MICRO_BATCHES]):
+        width = size_of(micro_batch) * unit
+        lost = any(micro_batch is other for other in window.lost)
+        yield box(x, y, width - 2, 22, "lost" if lost else "piece", hint_of(micro_batch, lost))
         if width > 26:
-            yield text(x + width / 2 - 1, y + 15, f"{size_of(piece):g}", "label" if lost else "inside", "middle")
+            yield text(x + width / 2 - 1, y + 15, f"{size_of(micro_batch):g}", "label" if lost else "inside", "middle")
         x += width
-        yield from marks(window, place + 1, len(pieces), x - 2, y)
+        yield from marks(window, place + 1, len(micro_batches), x - 2, y)
     ending = "skipped" if window.skipped else "step" if window.step is not None else "no step"
     yield text(x + 6, y + 15, ending, "label")
 
 
 def marks(window: Window, at: int, count: int, x: float, y: float) -> Iterator[str]:
-    """Draw what happened right after a piece: a clip, or an epoch's end."""
+    """Draw what happened right after a micro-batch: a clip, or an epoch's end."""
     if any(place == at for place, _ in window.clips):
-        yield box(x - 1, y - 2, 3, 26, "clip" if at < count else "rightclip", f"clip after piece {at} of {count}")
+        yield box(x - 1, y - 2, 3, 26, "clip" if at < count else "rightclip", f"clip after micro-batch {at} of {count}")
     if at in window.ended and at < count:
         yield box(x - 1, y - 4, 2, 30, "epoch", "the epoch ended here")
 
 
-def hint_of(piece: Piece, lost: bool) -> str:
-    """Say what a piece is."""
+def hint_of(micro_batch: MicroBatch, lost: bool) -> str:
+    """Say what a micro-batch is."""
     factors = ", ".join(
-        f"{term.factor:.3g} x {term.reduction} over {term.items:g}" for term in piece.backward.terms[:4]
+        f"{term.factor:.3g} x {term.reduction} over {term.items:g}" for term in micro_batch.backward.terms[:4]
     )
-    value = f", loss {piece.backward.value:.4g}" if piece.backward.value is not None else ""
-    return f"{piece.rows} rows: {factors}{value}{' (thrown away)' if lost else ''}"
+    value = f", loss {micro_batch.backward.value:.4g}" if micro_batch.backward.value is not None else ""
+    return f"{micro_batch.rows} rows: {factors}{value}{' (thrown away)' if lost else ''}"
 
 
 def effective_batch(stories: Sequence[Story]) -> str:
     """Draw the items that each step really learned from."""
     story = stories[0]
     steps = [window for own in story.windows.values() for window in own][: MOST_WINDOWS * 4]
-    totals = [sum(map(size_of, window.pieces)) for window in steps]
+    totals = [sum(map(size_of, window.micro_batches)) for window in steps]
     highest = max(totals, default=1.0) or 1.0
     wide = min(48.0, (WIDTH - LABEL - 20) / max(len(totals), 1))
     parts = [text(LABEL - 8, 20, f"{highest:g} items", "label", "end"), text(LABEL - 8, 120, "0", "label", "end")]
     for place, (window, total) in enumerate(zip(steps, totals, strict=True)):
         height = 105 * total / highest
         kind = "lost" if window.skipped else "piece"
-        hint = f"step {window.number + 1}: {total:g} items in {window.length} pieces"
+        hint = f"step {window.number + 1}: {total:g} items in {window.length} micro-batches"
         parts.append(box(LABEL + place * wide, 120 - height, wide - 3, height, kind, hint))
     return svg(130, parts, "Items per optimizer step")
 

@@ -20,12 +20,12 @@ from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 from torch.utils.hooks import RemovableHandle
 
-from wholebatch.doctor.library import around_library
+from wholebatch.doctor.own_calls import around_library
+from wholebatch.doctor.patching import Call, Listener, Wrapping
 from wholebatch.doctor.recorder import Recorder
 from wholebatch.doctor.trace import Average, Collective, Epoch, Schedule, ZeroGrad
-from wholebatch.doctor.wrapping import Call, Listener, Wrapping
-from wholebatch.origin import OWN
-from wholebatch.site import site_of
+from wholebatch.model.origin import OWN
+from wholebatch.verify.source_line import site_of
 
 COLLECTIVES = ("all_reduce", "reduce_scatter_tensor", "all_gather_into_tensor", "reduce", "broadcast", "all_gather")
 

@@ -6,7 +6,7 @@ from html import escape
 
 from wholebatch.doctor import drawing
 from wholebatch.doctor.report import Report, stands
-from wholebatch.finding import Finding
+from wholebatch.verify.finding import Finding
 
 STYLE = """
 :root { color-scheme: light dark; --ink: #1c2733; --soft: #5b6b7a; --paper: #fbfbf9; --line: #d9dee3; --blue: #3b7dd8;
@@ -26,7 +26,7 @@ pre { background: color-mix(in srgb, var(--line) 40%, transparent); padding: .5r
 .out { color: var(--red) } .into { color: var(--green) } code { font-size: .9em }
 svg { width: 100%; height: auto; font: 12px system-ui, sans-serif }
 text { fill: var(--ink) } .label { fill: var(--soft) } .inside { fill: #fff; font-size: 11px }
-.piece { fill: var(--blue) } .lost { fill: var(--line); stroke: var(--red); stroke-dasharray: 3 2 }
+.micro_batch { fill: var(--blue) } .lost { fill: var(--line); stroke: var(--red); stroke-dasharray: 3 2 }
 .error { fill: var(--red) } .clip { fill: var(--red) } .rightclip { fill: var(--green) } .epoch { fill: var(--amber) }
 """
 
@@ -66,7 +66,7 @@ def pictures(report: Report) -> list[str]:
     if not report.looked:
         return []
     parts = [
-        "<h2>The pieces of each step</h2>",
+        "<h2>The micro-batches of each step</h2>",
         '<p class="soft">As wide as their items. Dashed: thrown away. Red line: a clip inside the window.</p>',
         drawing.windows(report.stories),
         "<h2>Items that each step learned from</h2>",

@@ -14,16 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from wholebatch.comparison import Comparison, compare, errors_of, joined
-from wholebatch.doctor.exhibit import Exhibit
-from wholebatch.explaining import where_rows_meet
-from wholebatch.finding import Change, Finding
-from wholebatch.reference import Reference, plain_gradient, rows_or_one, whole_gradient, whole_pieces
-from wholebatch.window import Window
+from wholebatch.batch.window import Window
+from wholebatch.doctor.first_window import Exhibit
+from wholebatch.verify.comparison import Comparison, compare, errors_of, joined
+from wholebatch.verify.explaining import where_rows_meet
+from wholebatch.verify.finding import Change, Finding
+from wholebatch.verify.reference import Reference, plain_gradient, rows_or_one, whole_gradient, whole_micro_batches
 
 ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 3e-2}
-MOST_PIECES_MEANT = 128
-DRAWN = "The model draws random numbers: the reference ran in the loop's pieces with the loop's draws."
+MOST_MICRO_BATCHES_MEANT = 128
+DRAWN = "The model draws random numbers: the reference ran in the loop's micro-batches with the loop's draws."
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Measurement:
     tolerance: float
     cause: Hypothesis | None
     residual: float
-    pieces: int
+    micro_batches: int
     by_parameter: dict[str, float]
     notes: tuple[str, ...] = ()
 
@@ -76,18 +76,18 @@ class Measurement:
 
 
 class Replayed:
-    """A loss function that starts each piece from the random state that the loop had there."""
+    """A loss function that starts each micro-batch from the random state that the loop had there."""
 
     def __init__(self, loss_fn: Callable[[Any, Any], Any], draws: Sequence[Tensor]) -> None:
         self.loss_fn = loss_fn
         self.draws = draws
         self.calls = 0
 
-    def __call__(self, model: Any, piece: Any) -> Any:
-        """Call the loss function under the draws of this piece."""
+    def __call__(self, model: Any, micro_batch: Any) -> Any:
+        """Call the loss function under the draws of this micro-batch."""
         torch.random.set_rng_state(self.draws[self.calls % len(self.draws)])
         self.calls += 1
-        return self.loss_fn(model, piece)
+        return self.loss_fn(model, micro_batch)
 
 
 def measure(exhibit: Exhibit, loss_fn: Callable[[Any, Any], Any], world: int = 1, bound: float = 0.0) -> Measurement:
@@ -95,7 +95,7 @@ def measure(exhibit: Exhibit, loss_fn: Callable[[Any, Any], Any], world: int = 1
 
     Args:
         exhibit: the window.
-        loss_fn: follows the return contract of :mod:`wholebatch.loss`; may return a plain mean where the window's
+        loss_fn: follows the return contract of :mod:`wholebatch.loss.terms`; may return a plain mean where the window's
             micro-batches can be joined into one batch.
         world: over how many ranks the loop averages.
         bound: the norm that the loop clips to, 0 for none.
@@ -103,53 +103,62 @@ def measure(exhibit: Exhibit, loss_fn: Callable[[Any, Any], Any], world: int = 1
     Raises:
         ValueError: when the window holds nothing to measure.
     """
-    pieces = exhibit.pieces()
-    if exhibit.model is None or not pieces or not exhibit.gradient:
-        seen = f"{len(pieces)} micro-batches and {len(exhibit.gradient)} gradients were seen"
+    micro_batches = exhibit.micro_batches()
+    if exhibit.model is None or not micro_batches or not exhibit.gradient:
+        seen = f"{len(micro_batches)} micro-batches and {len(exhibit.gradient)} gradients were seen"
         raise ValueError(f"There is nothing to measure: {seen}. The reference needs one whole window.")
     state = torch.random.get_rng_state()
-    truth = reference_of(exhibit, exhibit.model, loss_fn, pieces)
+    truth = reference_of(exhibit, exhibit.model, loss_fn, micro_batches)
     names = [name for name in truth.gradients if name in exhibit.gradient]
     whole = {name: truth.gradients[name] for name in names}
     measured, right = joined(exhibit.gradient, whole)
     size = compare(measured, right)
     rounding = ROUNDING.get(next(iter(exhibit.gradient.values())).dtype, 1e-4)
-    tolerance = rounding * math.sqrt(max(len(pieces), 4)) / 2
+    tolerance = rounding * math.sqrt(max(len(micro_batches), 4)) / 2
     cause: Hypothesis | None = None
     residual = size.error
     if size.error > tolerance:
-        ideas = Ideas(right, read_pieces(exhibit, exhibit.model, loss_fn, pieces), names, rows_in(pieces), world, bound)
+        ideas = Ideas(
+            right,
+            read_micro_batches(exhibit, exhibit.model, loss_fn, micro_batches),
+            names,
+            rows_in(micro_batches),
+            world,
+            bound,
+        )
         cause, residual = ideas.best(measured, tolerance)
         cause = cause or partly(measured, right, exhibit, names, tolerance)
     if cause is not None and cause.rule == "rows-meet":
-        where = where_rows_meet(exhibit.model, loss_fn, whole_pieces(Window(pieces), (), None)[0])
+        where = where_rows_meet(exhibit.model, loss_fn, whole_micro_batches(Window(micro_batches), (), None)[0])
         cause = dataclasses.replace(cause, what=f"{cause.what}. {where}") if where is not None else cause
     torch.random.set_rng_state(state)
     notes = (DRAWN,) if exhibit.random else ()
-    return Measurement(size, tolerance, cause, residual, len(pieces), errors_of(exhibit.gradient, whole), notes)
+    return Measurement(size, tolerance, cause, residual, len(micro_batches), errors_of(exhibit.gradient, whole), notes)
 
 
 def reference_of(
-    exhibit: Exhibit, model: nn.Module, loss_fn: Callable[[Any, Any], Any], pieces: list[Any]
+    exhibit: Exhibit, model: nn.Module, loss_fn: Callable[[Any, Any], Any], micro_batches: list[Any]
 ) -> Reference:
-    """Return the whole window's gradient: in one piece, or in the loop's pieces and draws where it draws."""
+    """Return the whole window's gradient: in one micro-batch, or in the loop's micro-batches and draws where it
+    draws.
+    """
     if exhibit.random:
-        return plain_gradient(model, Replayed(loss_fn, exhibit.draws), pieces)
-    return whole_gradient(model, loss_fn, Window(pieces))
+        return plain_gradient(model, Replayed(loss_fn, exhibit.draws), micro_batches)
+    return whole_gradient(model, loss_fn, Window(micro_batches))
 
 
-def read_pieces(
-    exhibit: Exhibit, model: nn.Module, loss_fn: Callable[[Any, Any], Any], pieces: list[Any]
+def read_micro_batches(
+    exhibit: Exhibit, model: nn.Module, loss_fn: Callable[[Any, Any], Any], micro_batches: list[Any]
 ) -> list[Reference]:
-    """Return the gradient of each piece's own loss."""
+    """Return the gradient of each micro-batch's own loss."""
     return [
-        plain_gradient(model, Replayed(loss_fn, [draws]) if exhibit.random else loss_fn, [piece])
-        for piece, draws in zip(pieces, exhibit.draws, strict=False)
+        plain_gradient(model, Replayed(loss_fn, [draws]) if exhibit.random else loss_fn, [micro_batch])
+        for micro_batch, draws in zip(micro_batches, exhibit.draws, strict=False)
     ]
 
 
 class Ideas:
-    """What the window's gradient would be under each fault, from the gradients of its pieces."""
+    """What the window's gradient would be under each fault, from the gradients of its micro-batches."""
 
     def __init__(
         self, whole: Tensor, read: Sequence[Reference], names: Sequence[str], rows: int, world: int, bound: float
@@ -174,24 +183,26 @@ class Ideas:
         yield from self.losses()
 
     def sums(self) -> Iterator[Hypothesis]:
-        """Yield the ways of adding up the means of the pieces."""
+        """Yield the ways of adding up the means of the micro-batches."""
         added = sum(self.means, torch.zeros_like(self.whole))
-        yield Hypothesis("loss-not-divided", f"the means of {self.count} pieces are added up", added)
+        yield Hypothesis("loss-not-divided", f"the means of {self.count} micro-batches are added up", added)
         if len(set(self.items)) > 1:
-            yield Hypothesis("mean-of-means", f"the means of {self.count} pieces are averaged", added / self.count)
+            yield Hypothesis(
+                "mean-of-means", f"the means of {self.count} micro-batches are averaged", added / self.count
+            )
         yield Hypothesis(
-            "ranks-counted-twice", "the means of the pieces are multiplied by the ranks", added * self.world
+            "ranks-counted-twice", "the means of the micro-batches are multiplied by the ranks", added * self.world
         )
-        for meant in range(2, MOST_PIECES_MEANT + 1):
+        for meant in range(2, MOST_MICRO_BATCHES_MEANT + 1):
             if meant != self.count:
-                what = f"the window holds {self.count} pieces and is divided by {meant}"
+                what = f"the window holds {self.count} micro-batches and is divided by {meant}"
                 rule = "last-window-short" if meant > self.count else "loss-not-divided"
                 yield Hypothesis(rule, what, added / meant)
         if self.bound:
-            yield Hypothesis("clip-per-piece", "each piece is clipped", self.clipped())
+            yield Hypothesis("clip-per-piece", "each micro-batch is clipped", self.clipped())
 
     def clipped(self) -> Tensor:
-        """Return the sum of pieces that is clipped after each but the last."""
+        """Return the sum of micro-batches that is clipped after each but the last."""
         total = torch.zeros_like(self.whole)
         for place, mean in enumerate(self.means, 1):
             total = total + mean / self.count
@@ -205,7 +216,9 @@ class Ideas:
         shares = zip(self.means, self.items, strict=True)
         total = sum((mean * own for mean, own in shares), torch.zeros_like(self.whole))
         yield Hypothesis(
-            "rows-meet", "each piece is right by itself, but rows of different pieces meet", total / max(items, 1)
+            "rows-meet",
+            "each micro-batch is right by itself, but rows of different micro-batches meet",
+            total / max(items, 1),
         )
         yield Hypothesis("sum-not-divided", f"the sum over {items:g} items is divided by nothing", total)
         what = f"the loss is divided by {items + self.rows:g}: labels counted before the shift"
@@ -215,9 +228,9 @@ class Ideas:
             yield Hypothesis("ranks-counted-twice", "multiplied by the ranks", self.whole * self.world)
 
     def losses(self) -> Iterator[Hypothesis]:
-        """Yield the ways of losing pieces."""
+        """Yield the ways of losing micro-batches."""
         for place, mean in ((1, self.means[0]), (self.count, self.means[-1])):
-            what = f"only piece {place} of {self.count} is in the gradient"
+            what = f"only micro-batch {place} of {self.count} is in the gradient"
             yield Hypothesis("zero-grad-per-piece", f"{what}, undivided", mean)
             yield Hypothesis("zero-grad-per-piece", what, mean / self.count)
 
@@ -235,10 +248,10 @@ def partly(measured: Tensor, whole: Tensor, exhibit: Exhibit, names: list[str], 
             repeated.append(name)
     if not repeated or compare(measured, explained).error > tolerance:
         return None
-    what = f"{', '.join(repeated[:3])} get the gradient of each of {count} pieces, everything else is right"
+    what = f"{', '.join(repeated[:3])} get the gradient of each of {count} micro-batches, everything else is right"
     return Hypothesis("loss-parameters-counted-again", what, explained)
 
 
-def rows_in(pieces: Sequence[Any]) -> int:
-    """Return the rows of all pieces."""
-    return sum(rows_or_one(piece) for piece in pieces)
+def rows_in(micro_batches: Sequence[Any]) -> int:
+    """Return the rows of all micro-batches."""
+    return sum(rows_or_one(micro_batch) for micro_batch in micro_batches)

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from wholebatch.origin import library
+from wholebatch.model.origin import library
 
 MARK = "wholebatch.forward"
 MOST_NODES = 512

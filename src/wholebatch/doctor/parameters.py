@@ -114,13 +114,15 @@ class Parameters:
         """Copy the sampled gradients into one vector; zeros where there is none. None once too much was kept."""
         if not self.sampled or self.spent > SAMPLE_BYTES:
             return None
-        pieces = []
+        micro_batches = []
         for number, (_, numel) in self.sampled.items():
             gradient = self.tensors[number].grad
             held = None if gradient is None else self.gradient(number).detach().reshape(-1)
             fits = held is not None and held.numel() == numel
-            pieces.append(held.to("cpu", widened(held.dtype)) if held is not None and fits else torch.zeros(numel))
-        vector = torch.cat(pieces) if len(pieces) > 1 else pieces[0].clone()
+            micro_batches.append(
+                held.to("cpu", widened(held.dtype)) if held is not None and fits else torch.zeros(numel)
+            )
+        vector = torch.cat(micro_batches) if len(micro_batches) > 1 else micro_batches[0].clone()
         self.spent += vector.numel() * vector.element_size()
         return vector
 

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch.multiprocessing as mp
 
-from wholebatch.doctor.letters import read, written
+from wholebatch.doctor.patching import Call, Wrapping
 from wholebatch.doctor.trace import Trace
-from wholebatch.doctor.wrapping import Call, Wrapping
+from wholebatch.doctor.trace_json import read, written
 
 
 class Watched:

@@ -13,14 +13,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from wholebatch.doctor.averages import AverageSwitch, AverageWatch
-from wholebatch.doctor.exhibit import Exhibit
+from wholebatch.doctor.first_window import Exhibit
 from wholebatch.doctor.graph import terms_of
-from wholebatch.doctor.library import LibraryCall
 from wholebatch.doctor.lineage import Rows, leaves, mark, marks_below, path_of
+from wholebatch.doctor.own_calls import LibraryCall
 from wholebatch.doctor.parameters import Parameters
 from wholebatch.doctor.trace import Average, Backward, Clip, Collective, Event, Forward, Optimizer, Scaler, Step, Trace
-from wholebatch.site import site_of
+from wholebatch.doctor.weight_averages import AverageSwitch, AverageWatch
+from wholebatch.verify.source_line import site_of
 
 BATCH_NORMS = (nn.modules.batchnorm._BatchNorm,)
 IGNORED_LABEL = -100

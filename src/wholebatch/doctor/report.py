@@ -9,12 +9,13 @@ from typing import Any
 from wholebatch.doctor.findings import Finding, find
 from wholebatch.doctor.hypotheses import Measurement
 from wholebatch.doctor.measure import usual_error
-from wholebatch.doctor.shares import divisions
-from wholebatch.doctor.story import Story, Window, read
 from wholebatch.doctor.trace import Backward, Step, Trace
+from wholebatch.doctor.weights import divisions
+from wholebatch.doctor.windows import Story, Window, read
 
 REDUCED = (
-    "FSDP reduces gradients with every piece: the least memory. model.set_requires_gradient_sync(last_piece) reduces "
+    "FSDP reduces gradients with every micro-batch: the least memory. "
+    "model.set_requires_gradient_sync(last_micro_batch) reduces "
     "once a window, and holds the gradient unsharded until then."
 )
 # What a measurement calls by a general name, and what the trace may know more of.
@@ -67,9 +68,9 @@ class Report:
     def heading(self) -> str:
         """Return one line on what was watched."""
         trace = self.trace
-        pieces = len(trace.of(Backward))
+        micro_batches = len(trace.of(Backward))
         ranks = f", {len(self.stories)} ranks" if len(self.stories) > 1 else ""
-        return f"wholebatch doctor: {trace.steps} optimizer steps, {pieces} backwards{ranks}"
+        return f"wholebatch doctor: {trace.steps} optimizer steps, {micro_batches} backwards{ranks}"
 
     def verdict(self) -> str:
         """Return the last line."""
@@ -107,18 +108,18 @@ def windows_of(story: Story) -> list[Window]:
 
 
 def window_row(story: Story, window: Window) -> dict[str, Any]:
-    """Return one window as plain data: its pieces with their items and rows, and its step."""
+    """Return one window as plain data: its micro-batches with their items and rows, and its step."""
     return {
         "rank": story.trace.rank,
         "optimizer": story.optimizer_name(window),
         "pieces": [
             {
-                "rows": piece.rows,
-                "items": [term.items for term in piece.backward.terms],
-                "factors": [term.factor for term in piece.backward.terms],
-                "loss": piece.backward.value,
+                "rows": micro_batch.rows,
+                "items": [term.items for term in micro_batch.backward.terms],
+                "factors": [term.factor for term in micro_batch.backward.terms],
+                "loss": micro_batch.backward.value,
             }
-            for piece in window.pieces
+            for micro_batch in window.micro_batches
         ],
         "lost": len(window.lost),
         "stepped": window.step is not None,
@@ -152,21 +153,25 @@ def with_measurement(findings: list[Finding], measurement: Measurement | None) -
     return [measured, *(finding for finding in findings if finding is not seen)]
 
 
-def reduces_each_piece(window: Window) -> bool:
-    """Tell whether FSDP reduced gradients with every piece of a window of several."""
-    sharded = [piece for piece in window.pieces if any(forward.wrapper == "fsdp" for forward in piece.forwards)]
-    return window.length > 1 and len(sharded) > 1 and all(piece.backward.touched for piece in sharded)
+def reduces_each_micro_batch(window: Window) -> bool:
+    """Tell whether FSDP reduced gradients with every micro-batch of a window of several."""
+    sharded = [
+        micro_batch
+        for micro_batch in window.micro_batches
+        if any(forward.wrapper == "fsdp" for forward in micro_batch.forwards)
+    ]
+    return window.length > 1 and len(sharded) > 1 and all(micro_batch.backward.touched for micro_batch in sharded)
 
 
 def notes_on(stories: list[Story], findings: list[Finding]) -> list[str]:
     """Return facts worth knowing that are no faults."""
-    notes = [REDUCED] if any(reduces_each_piece(window) for window in windows_of(stories[0])) else []
+    notes = [REDUCED] if any(reduces_each_micro_batch(window) for window in windows_of(stories[0])) else []
     for one in divisions(stories):
         error = usual_error(one)
         if error is not None and error > 1e-3 and not findings:
             counts = ", ".join(f"{items:g}" for items in one.items[:8])
             notes.append(
-                f"Items vary between pieces ({counts}): dividing each by its own count would give an error of "
+                f"Items vary between micro-batches ({counts}): dividing each by its own count would give an error of "
                 f"{error:.2g} on this data; this loop does not."
             )
             break

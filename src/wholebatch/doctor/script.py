@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Any, TextIO
 
 from wholebatch.doctor.watch import Seen
-from wholebatch.site import site_of
+from wholebatch.verify.source_line import site_of
 
 
 class Refusal(Exception):

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from wholebatch.site import Site
+from wholebatch.verify.source_line import Site
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Term:
 
     @property
     def per_item(self) -> float:
-        """What one item's loss is multiplied by in this piece."""
+        """What one item's loss is multiplied by in this micro-batch."""
         return self.factor / self.items if self.reduction == "mean" and self.items else self.factor
 
 

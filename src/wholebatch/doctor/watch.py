@@ -8,15 +8,15 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from wholebatch.doctor.exhibit import Exhibit
+from wholebatch.doctor.first_window import Exhibit
 from wholebatch.doctor.hooks import installed
 from wholebatch.doctor.hypotheses import Measurement, measure
+from wholebatch.doctor.patching import Wrapping
 from wholebatch.doctor.processes import around_processes, load
 from wholebatch.doctor.recorder import Recorder, StopWatching
 from wholebatch.doctor.report import Report, report_on
 from wholebatch.doctor.trace import Trace
-from wholebatch.doctor.wrapping import Wrapping
-from wholebatch.gradient import LossFunction
+from wholebatch.gradient.separable import LossFunction
 
 
 class Seen:

@@ -10,12 +10,12 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 import wholebatch as wb
+from wholebatch.batch.sizes import Size
 from wholebatch.errors import InexactError
-from wholebatch.integrations.boundary import Boundary
+from wholebatch.integrations.foreign_loop import Boundary
 from wholebatch.integrations.watching import FirstWindow
+from wholebatch.model.gradients import leaves_of
 from wholebatch.options import Options
-from wholebatch.precision import leaves_of
-from wholebatch.sizes import Size
 
 SERVED = ("NO", "MULTI_CPU", "MULTI_GPU")
 

@@ -16,12 +16,12 @@ from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import Unpack
 
 import wholebatch as wb
+from wholebatch.batch.sizes import Size
 from wholebatch.errors import InexactError, LossError
-from wholebatch.integrations.boundary import Boundary, world
+from wholebatch.integrations.foreign_loop import Boundary, world
 from wholebatch.integrations.watching import FirstWindow
-from wholebatch.loss import read
+from wholebatch.loss.terms import read
 from wholebatch.options import Options
-from wholebatch.sizes import Size
 
 try:
     import lightning
@@ -80,19 +80,19 @@ class Exact(lightning.Callback):
             if self._log is not None:
                 pl_module.log(self._log, loss, prog_bar=True, batch_size=1)
 
-    def share(self, module: lightning.LightningModule, returned: Any, pieces: int) -> Tensor:
-        """Return the number from which Lightning goes back, which it will divide by `pieces`.
+    def share(self, module: lightning.LightningModule, returned: Any, micro_batches: int) -> Tensor:
+        """Return the number from which Lightning goes back, which it will divide by `micro_batches`.
 
         Its value is the loss of this micro-batch, its gradient that of the micro-batch's share.
         """
         if self._boundary is None:
             raise LossError("No training has started, so there is no window. Call whole(self, ...) in training_step.")
         if not self._open:
-            self._first.begin([module], pieces * world())
+            self._first.begin([module], micro_batches * world())
             self._open = True
-        share = self._boundary.share(returned, pieces)
+        share = self._boundary.share(returned, micro_batches)
         self._first.look(share)
-        return share * pieces + (share * (1 - pieces)).detach()
+        return share * micro_batches + (share * (1 - micro_batches)).detach()
 
 
 def whole(module: lightning.LightningModule, returned: Any) -> Tensor:
@@ -162,8 +162,8 @@ def backward(
     inner = _wrapper_in(outer) or model
     scaler = getattr(precision, "scaler", None)
 
-    def loss_of(wrapped: nn.Module, piece: Any) -> Any:
-        return loss_fn(model, piece)
+    def loss_of(wrapped: nn.Module, micro_batch: Any) -> Any:
+        return loss_fn(model, micro_batch)
 
     return wb.backward(inner, loss_of, batch, micro_batch_size, scaler=scaler, **options)
 

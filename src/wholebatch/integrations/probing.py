@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from wholebatch.batch import join, take
+from wholebatch.batch.tree import join, take
 from wholebatch.errors import SplitError
-from wholebatch.integrations.reading import IGNORED, LABELS, Inputs, targets_of
+from wholebatch.integrations.infer_denominator import IGNORED, LABELS, Inputs, targets_of
 
 Cut: TypeAlias = "tuple[Inputs, Inputs, Inputs]"
 

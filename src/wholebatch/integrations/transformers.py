@@ -21,15 +21,15 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from typing_extensions import Unpack
 
 import wholebatch as wb
+from wholebatch.batch.sizes import Size
+from wholebatch.batch.window import Window, micro_batches_of
 from wholebatch.errors import InexactError, WholeBatchError
-from wholebatch.integrations.boundary import everywhere, world
-from wholebatch.integrations.meaning import Meaning, is_number
-from wholebatch.integrations.reading import Counter, has_rows, targets_of
+from wholebatch.integrations.foreign_loop import everywhere, world
+from wholebatch.integrations.infer_denominator import Counter, has_rows, targets_of
+from wholebatch.integrations.trainer_loss import Meaning, is_number
 from wholebatch.integrations.watching import FirstWindow
+from wholebatch.loss.totals import Schema, Sums, Tally
 from wholebatch.options import Options, checked
-from wholebatch.sizes import Size
-from wholebatch.sums import Schema, Sums, Tally
-from wholebatch.window import Window, pieces_of
 
 T = TypeVar("T", bound=transformers.Trainer)
 
@@ -281,13 +281,15 @@ class _Inside(transformers.Trainer):
         options = Options(**self._options)
         if self._cuts_samples:
             batch, options["collate"] = list(itertools.chain.from_iterable(batch)), self.data_collator
-        pieces = pieces_of(batch, self._size, whole=options.get("whole", ()), collate=options.get("collate"))
+        micro_batches = micro_batches_of(
+            batch, self._size, whole=options.get("whole", ()), collate=options.get("collate")
+        )
         alone = self.accelerator.unwrap_model(model, keep_torch_compile=False)
         if self._cuts_samples:
-            collated = [piece.load() for piece in pieces]
+            collated = [micro_batch.load() for micro_batch in micro_batches]
             if any(everywhere(self._meaning.new(collated))):
                 self._meaning.agree(alone, collated)
-        balance = self._meaning.balance(alone, pieces)
+        balance = self._meaning.balance(alone, micro_batches)
 
         def loss_fn(model: nn.Module, inputs: Any) -> Any:
             if self._cuts_samples:

@@ -17,11 +17,11 @@ from ultralytics.engine.trainer import BaseTrainer
 from ultralytics.utils.loss import E2ELoss, v8ClassificationLoss, v8DetectionLoss
 
 import wholebatch as wb
+from wholebatch.batch.window import Window
 from wholebatch.errors import InexactError
-from wholebatch.loss import Mean, from_mean, total
+from wholebatch.loss.terms import Mean, from_mean, total
+from wholebatch.model.state import State
 from wholebatch.options import Options
-from wholebatch.state import State
-from wholebatch.window import Window
 
 T = TypeVar("T", bound=BaseTrainer)
 
@@ -137,13 +137,13 @@ class _Whole(BaseTrainer):
         finally:
             self._hook = self.model.register_forward_pre_hook(_put_off, with_kwargs=True)
 
-    def _show(self, metrics: dict[str, Tensor], pieces: int) -> None:
+    def _show(self, metrics: dict[str, Tensor], micro_batches: int) -> None:
         """Let the loop show the mean over this epoch's windows."""
         if self._shown[0] != self.epoch:
             self._shown = self.epoch, 0
         before = self._shown[1]
-        whole, past = before + pieces, self._later.shown
-        mean = {name: (past[name] * before + value.float() * pieces) / whole for name, value in metrics.items()}
+        whole, past = before + micro_batches, self._later.shown
+        mean = {name: (past[name] * before + value.float() * micro_batches) / whole for name, value in metrics.items()}
         self._shown = self.epoch, whole
         self.tloss = self.loss_items = self._later.shown = mean
 

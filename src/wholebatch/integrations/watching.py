@@ -7,13 +7,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from wholebatch.batch.window import MicroBatch
 from wholebatch.errors import InexactError
+from wholebatch.gradient.preconditions import refuse_inexact, refuse_moved
+from wholebatch.model.gradients import nodes_of
+from wholebatch.model.inspection import Survey, uses_batch_statistics
+from wholebatch.model.state import State
 from wholebatch.options import Options
-from wholebatch.precision import nodes_of
-from wholebatch.refusals import refuse_inexact, refuse_moved
-from wholebatch.state import State
-from wholebatch.survey import Survey, uses_batch_statistics
-from wholebatch.window import Piece
 
 
 class FirstWindow:
@@ -47,8 +47,8 @@ class FirstWindow:
         together = nn.ModuleList(models)
         survey = Survey(together if len(models) > 1 else models[0])
         if hooks:
-            piece = Piece(lambda index: None, range(1))
-            refuse_inexact(survey, [piece, piece], {**self._options, "batch_norm": "micro"})
+            micro_batch = MicroBatch(lambda index: None, range(1))
+            refuse_inexact(survey, [micro_batch, micro_batch], {**self._options, "batch_norm": "micro"})
         layers = [survey.path(each) for each in survey.modules if uses_batch_statistics(each) and each.training]
         self._refuse_statistics(layers)
         self._start = State(survey)

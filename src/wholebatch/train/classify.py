@@ -9,18 +9,18 @@ import torch
 from torch import nn
 
 import wholebatch as wb
-from wholebatch.batch import move
-from wholebatch.precision import device_of
+from wholebatch.batch.tree import move
+from wholebatch.batch.window import micro_batches_of
+from wholebatch.model.gradients import device_of
 from wholebatch.train.config import Config
 from wholebatch.train.data import held_out
 from wholebatch.train.errors import ConfigError
 from wholebatch.train.model import classifier, parameters_of
 from wholebatch.train.tables import Sample, content, read_table, standardise
 from wholebatch.train.task import Batch, Task, digest
-from wholebatch.train.words import DEFAULT_BATCH
-from wholebatch.window import pieces_of
+from wholebatch.train.translate import DEFAULT_BATCH
 
-PIECE_ROWS = 256
+MICRO_BATCH_ROWS = 256
 
 
 class Classify(Task):
@@ -75,8 +75,8 @@ class Classify(Task):
     def measure(self, model: nn.Module) -> dict[str, float]:
         """Return the share of held-out rows told right, and their mean cross entropy."""
         right = total = 0.0
-        for piece in pieces_of(self.held, PIECE_ROWS, collate=self.collate):
-            loss, metrics = self.loss(model, move(piece.load(), device_of(model)))
+        for micro_batch in micro_batches_of(self.held, MICRO_BATCH_ROWS, collate=self.collate):
+            loss, metrics = self.loss(model, move(micro_batch.load(), device_of(model)))
             right += float(metrics["accuracy"].sum())
             total += float(loss.total)
         return {"accuracy": right / len(self.held), "loss": total / len(self.held)}
@@ -87,7 +87,7 @@ class Classify(Task):
 
     def shortened(self, samples: Sequence[Sample]) -> list[Sample]:
         """Keep at most 256 rows."""
-        return list(samples[:PIECE_ROWS])
+        return list(samples[:MICRO_BATCH_ROWS])
 
     def fingerprint(self) -> str:
         """Return a hash of all rows and their classes."""

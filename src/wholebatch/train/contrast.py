@@ -12,8 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import wholebatch as wb
-from wholebatch.batch import move
-from wholebatch.precision import device_of
+from wholebatch.batch.tree import move
+from wholebatch.batch.window import micro_batches_of
+from wholebatch.model.gradients import device_of
 from wholebatch.train.config import Config
 from wholebatch.train.corpus import signatures
 from wholebatch.train.data import held_out
@@ -21,12 +22,11 @@ from wholebatch.train.errors import ConfigError
 from wholebatch.train.extras import require
 from wholebatch.train.model import parameters_of
 from wholebatch.train.task import Batch, Task, digest
-from wholebatch.train.words import DEFAULT_BATCH
-from wholebatch.window import pieces_of
+from wholebatch.train.translate import DEFAULT_BATCH
 
 BUCKETS = 1 << 14
 LONGEST = 400
-PIECE_ROWS = 64
+MICRO_BATCH_ROWS = 64
 MEASURED_ROWS = 512
 
 
@@ -103,8 +103,8 @@ class Contrast(Task):
     def measure(self, model: nn.Module) -> dict[str, float]:
         """Return for how many held-out signatures the nearest of all held-out docstrings is the right one."""
         sides: list[tuple[Tensor, Tensor]] = []
-        for piece in pieces_of(self.held, PIECE_ROWS, collate=self.collate):
-            pairs = move(piece.load(), device_of(model))
+        for micro_batch in micro_batches_of(self.held, MICRO_BATCH_ROWS, collate=self.collate):
+            pairs = move(micro_batch.load(), device_of(model))
             sides.append((encode_signatures(model, pairs)[0], encode_docstrings(model, pairs)))
         left, right = (torch.cat(side) for side in zip(*sides, strict=True))
         nearest = (left @ right.T).argmax(1).cpu()

@@ -106,7 +106,7 @@ def header(unit: str) -> str:
         unit: what is counted in a second: tokens or rows.
     """
     return (
-        f"{'step':>11}{'loss':>9}{'lr':>10}{'grad norm':>11}{'pieces x rows':>15}{'padding':>9}{unit + '/s':>10}"
+        f"{'step':>11}{'loss':>9}{'lr':>10}{'grad norm':>11}{'micro-batches x rows':>15}{'padding':>9}{unit + '/s':>10}"
         f"{'memory':>10}{'left':>9}"
     )
 
@@ -117,19 +117,19 @@ def row(record: dict[str, Any]) -> str:
         return f"{_place(record):>11}  not stepped: {record['reason']}"
     return (
         f"{_place(record):>11}{record['loss']:>9.4f}{record['lr']:>10.2e}{record['grad_norm']:>11.3g}"
-        f"{pieces(record['pieces']):>15}{record['padding']:>9.1%}{record['tokens_per_second']:>10,.0f}"
+        f"{micro_batches(record['pieces']):>15}{record['padding']:>9.1%}{record['tokens_per_second']:>10,.0f}"
         f"{size(record['peak_memory_bytes']):>10}{clock(record['left']):>9}{retried(record['retries'])}"
     )
 
 
-def pieces(rows: list[int]) -> str:
-    """Return "16 x 4" for sixteen pieces of four rows, "9 x 2-31" where they differ."""
+def micro_batches(rows: list[int]) -> str:
+    """Return "16 x 4" for sixteen micro-batches of four rows, "9 x 2-31" where they differ."""
     extent = f"{min(rows)}" if min(rows) == max(rows) else f"{min(rows)}-{max(rows)}"
     return f"{len(rows)} x {extent}"
 
 
 def retried(retries: int) -> str:
-    """Return how many pieces ran out of memory and came again in parts, if any did."""
+    """Return how many micro-batches ran out of memory and came again in parts, if any did."""
     return f"  ({retries} out of memory, split)" if retries else ""
 
 

@@ -9,8 +9,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from wholebatch.checkpointing import checkpointed
-from wholebatch.memory import counting_again
+from wholebatch.model.checkpointing import checkpointed
+from wholebatch.model.memory import counting_again
 from wholebatch.train.config import Config
 from wholebatch.train.errors import ConfigError
 from wholebatch.train.extras import require

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from wholebatch.dealing import shuffled
+from wholebatch.batch.dealing import shuffled
 from wholebatch.train.errors import ConfigError
 
 

@@ -1,4 +1,4 @@
-"""The picture of a plan: memory and time against the size of a piece, with the cap drawn in."""
+"""The picture of a plan: memory and time against the size of a micro-batch, with the cap drawn in."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from wholebatch.planner import Choice, Plan
+from wholebatch.planning.planner import Choice, Plan
 from wholebatch.train.errors import ConfigError
 from wholebatch.train.extras import require
 
-COLOURS = {"smaller pieces": "#1f77b4", "checkpointing": "#d95f02", "offload": "#2ca02c"}
+COLOURS = {"smaller micro-batches": "#1f77b4", "checkpointing": "#d95f02", "offload": "#2ca02c"}
 
 
 def draw(plan: Plan, path: Path) -> None:
@@ -25,7 +25,7 @@ def draw(plan: Plan, path: Path) -> None:
     memory, time = figure.subplots(2, 1, sharex=True)
     _draw_memory(memory, plan)
     _draw_time(time, plan)
-    figure.suptitle(f"A batch of {plan.rows:,} rows in pieces")
+    figure.suptitle(f"A batch of {plan.rows:,} rows in micro-batches")
     try:
         figure.savefig(path, dpi=150)
     except (OSError, ValueError) as error:
@@ -33,13 +33,13 @@ def draw(plan: Plan, path: Path) -> None:
 
 
 def _draw_memory(axes: Any, plan: Plan) -> None:
-    """What is always there, what one piece of each size adds, and where the cap cuts it off."""
+    """What is always there, what one micro-batch of each size adds, and where the cap cuts it off."""
     fixed = sum(plan.parts.values())
     top = 1.8 * plan.memory if plan.memory is not None else math.inf
     for way in plan.measured:
         sizes = [choice.micro_batch_size for choice in plan.curves if choice.way == way.way]
         colour = COLOURS[way.way]
-        axes.plot(sizes, [_mebi(fixed + way.piece_bytes(size)) for size in sizes], color=colour, label=way.way)
+        axes.plot(sizes, [_mebi(fixed + way.micro_batch_bytes(size)) for size in sizes], color=colour, label=way.way)
         seen = [(held, fixed + size) for held, size in zip(way.held, way.bytes, strict=True) if fixed + size <= top]
         axes.plot([held for held, _ in seen], [_mebi(size) for _, size in seen], "o", color=colour)
     axes.plot([], [], "o", color="black", label="measured")
@@ -53,7 +53,7 @@ def _draw_memory(axes: Any, plan: Plan) -> None:
 
 
 def _draw_time(axes: Any, plan: Plan) -> None:
-    """The modelled time of a step in pieces of each size, thin where they do not fit."""
+    """The modelled time of a step in micro-batches of each size, thin where they do not fit."""
     for way in plan.measured:
         curve = [choice for choice in plan.curves if choice.way == way.way]
         chosen = next((choice for choice in plan.choices if choice.way == way.way), None)
@@ -63,14 +63,14 @@ def _draw_time(axes: Any, plan: Plan) -> None:
         axes.plot(*_times(curve), color=colour, linewidth=0.8, linestyle=":")
         axes.plot(*_times([*fits, *([chosen] if chosen else [])]), color=colour)
         if chosen is not None:
-            text = f"{chosen.way}: {chosen.pieces} pieces, {chosen.seconds:.3g} s"
+            text = f"{chosen.way}: {chosen.micro_batches} micro-batches, {chosen.seconds:.3g} s"
             axes.plot(*_times([chosen]), "o", color=colour, label=text)
     axes.set_ylabel("time of a step, s")
-    axes.set_xlabel(f"{plan.unit} in a piece at most")
+    axes.set_xlabel(f"{plan.unit} in a micro-batch at most")
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter(lambda value, place: f"{value:,.0f}")
     axes.set_ylim(bottom=0)
-    axes.legend(loc="lower left", title="the largest piece that fits")
+    axes.legend(loc="lower left", title="the largest micro-batch that fits")
 
 
 def _times(choices: Sequence[Choice]) -> tuple[list[int], list[float]]:

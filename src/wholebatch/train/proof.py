@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 import wholebatch as wb
-from wholebatch.batch import move
-from wholebatch.precision import device_of
+from wholebatch.batch.tree import move
+from wholebatch.batch.window import micro_batches_of
+from wholebatch.model.gradients import device_of
 from wholebatch.train.task import Loss, Task
-from wholebatch.window import pieces_of
 
 
 @dataclass(frozen=True)
@@ -23,13 +23,13 @@ class Proof:
 
     Attributes:
         rows: of the batch.
-        pieces: that both ours and the usual loop ran.
+        micro_batches: that both ours and the usual loop ran.
         error: of `wb.backward`.
-        usual: of the mean of the micro-batches' means, over the same pieces.
+        usual: of the mean of the micro-batches' means, over the same micro-batches.
     """
 
     rows: int
-    pieces: int
+    micro_batches: int
     error: float
     usual: float
 
@@ -56,10 +56,10 @@ def prove(task: Task, model: nn.Module, samples: Sequence[Any], size: int | wb.T
     for each in (ours, usual):
         each.zero_grad(set_to_none=True)
     task.backward(ours, batch, size)
-    pieces = _usual_loop(task, usual, batch, size)
+    micro_batches = _usual_loop(task, usual, batch, size)
     return Proof(
         rows=len(batch),
-        pieces=pieces,
+        micro_batches=micro_batches,
         error=_distance(_gradient(ours), reference),
         usual=_distance(_gradient(usual), reference),
     )
@@ -74,17 +74,17 @@ def _reference_of(task: Task, model: nn.Module, batch: list[Any]) -> nn.Module:
 
 
 def _usual_loop(task: Task, model: nn.Module, batch: list[Any], size: int | wb.Tokens) -> int:
-    """Divide each piece's mean by the number of pieces, as is usually done."""
-    pieces = pieces_of(batch, size, collate=task.collate)
-    for piece in pieces:
-        loss = task.loss(model, move(piece.load(), device_of(model)))
-        torch.autograd.backward(_term(loss).value / len(pieces))
-    return len(pieces)
+    """Divide each micro-batch's mean by the number of micro-batches, as is usually done."""
+    micro_batches = micro_batches_of(batch, size, collate=task.collate)
+    for micro_batch in micro_batches:
+        loss = task.loss(model, move(micro_batch.load(), device_of(model)))
+        torch.autograd.backward(_term(loss).value / len(micro_batches))
+    return len(micro_batches)
 
 
 def _several(task: Task, batch: list[Any], size: int | wb.Tokens) -> int | wb.Tokens:
-    """The size that the run used, or a quarter of the batch where that would be one piece and prove nothing."""
-    several = len(pieces_of(batch, size, collate=task.collate)) > 1
+    """The size that the run used, or a quarter of the batch where that would be one micro-batch and prove nothing."""
+    several = len(micro_batches_of(batch, size, collate=task.collate)) > 1
     return size if several else max(1, len(batch) // 4)
 
 

@@ -15,8 +15,9 @@ import torch
 from torch import nn
 
 import wholebatch as wb
-from wholebatch.dealing import seed_of
-from wholebatch.train import checkpoint, display, words
+from wholebatch.batch.dealing import seed_of
+from wholebatch.train import checkpoint, display
+from wholebatch.train import translate as words
 from wholebatch.train.checkpoint import Checkpoint
 from wholebatch.train.classify import Classify
 from wholebatch.train.config import Config, absolute, dump, plain
@@ -24,13 +25,13 @@ from wholebatch.train.contrast import Contrast
 from wholebatch.train.display import Display
 from wholebatch.train.errors import ConfigError, RunError
 from wholebatch.train.folder import RunFolder
-from wholebatch.train.learner import Learner
 from wholebatch.train.machine import in_words, peak_memory_bytes
+from wholebatch.train.processes import Team, display_of, gathered, interrupted_run
 from wholebatch.train.proof import Proof, prove
 from wholebatch.train.signals import Request
 from wholebatch.train.task import Task
-from wholebatch.train.team import Team, display_of, gathered, interrupted_run
 from wholebatch.train.text import Text
+from wholebatch.train.trainer import Learner
 
 EXACT = 1e-5
 """A gradient in float32 that is off by less is off by rounding alone."""
@@ -204,8 +205,13 @@ class Run:
     def _prove(self, model: nn.Module) -> Proof:
         batch = self.learner.task.held[: self.learner.order.batch_size]
         proof = prove(self.learner.task, model, batch, self.learner.size)
-        how = f"{proof.rows} held-out rows in {proof.pieces} pieces, against one backward of them all in float64"
-        equal = "\nAll pieces count the same here, so the usual loop is right too." if proof.usual < EXACT else ""
+        how = (
+            f"{proof.rows} held-out rows in {proof.micro_batches} micro-batches, against one backward of them "
+            f"all in float64"
+        )
+        equal = (
+            "\nAll micro-batches count the same here, so the usual loop is right too." if proof.usual < EXACT else ""
+        )
         self.shown.note("proof", f"{proof}\n{how}{equal}")
         return proof
 

@@ -13,17 +13,17 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 import wholebatch as wb
-from wholebatch.batch import move
-from wholebatch.precision import device_of
+from wholebatch.batch.tree import move
+from wholebatch.batch.window import micro_batches_of
+from wholebatch.model.gradients import device_of
 from wholebatch.train.config import Config
 from wholebatch.train.corpus import docstrings
 from wholebatch.train.data import held_out, read_texts
 from wholebatch.train.language import Bytes, HuggingFace, Language
 from wholebatch.train.task import Batch, Task, digest
-from wholebatch.window import pieces_of
 
 IGNORED = -100
-PIECE_TOKENS = 4096
+MICRO_BATCH_TOKENS = 4096
 PROOF_TOKENS = 16384
 MEASURED_ROWS = 512
 
@@ -83,8 +83,8 @@ class Text(Task):
     def measure(self, model: nn.Module) -> dict[str, float]:
         """Return the bits that the model needs for a byte of the held-out rows, their ends included."""
         nats = 0.0
-        for piece in pieces_of(self.held, by_tokens(PIECE_TOKENS), collate=self.collate):
-            nats += float(self.loss(model, move(piece.load(), device_of(model))).total)
+        for micro_batch in micro_batches_of(self.held, by_tokens(MICRO_BATCH_TOKENS), collate=self.collate):
+            nats += float(self.loss(model, move(micro_batch.load(), device_of(model))).total)
         return {"bits_per_byte": nats / math.log(2) / max(1, sum(row.bytes for row in self.held))}
 
     def told(self, measured: dict[str, float]) -> str:
@@ -115,7 +115,7 @@ class Text(Task):
         limit = context if isinstance(self.size, int) else self.size.budget
         alone = sum(len(row.tokens) > limit for row in self.train)
         cut = f"; {self.too_long:,} longer than {context} tokens are cut there" if self.too_long else ""
-        return f"{cut}; {alone:,} longer than the {limit} tokens of a piece run alone" if alone else cut
+        return f"{cut}; {alone:,} longer than the {limit} tokens of a micro-batch run alone" if alone else cut
 
     def _row(self, text: str) -> Row:
         tokens, size = self.language.encode(text), len(text.encode())
@@ -133,4 +133,4 @@ def by_tokens(budget: int) -> wb.Tokens:
 
 def _size(config: Config) -> int | wb.Tokens:
     rows = config.micro_batch_size
-    return by_tokens(config.max_tokens or PIECE_TOKENS) if rows == "auto" else rows
+    return by_tokens(config.max_tokens or MICRO_BATCH_TOKENS) if rows == "auto" else rows

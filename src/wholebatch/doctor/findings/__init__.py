@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from wholebatch.doctor.findings import boundary, clearing, division, model, ranks
-from wholebatch.doctor.shares import Division, divisions
-from wholebatch.doctor.story import Story, Window
-from wholebatch.finding import Change, Finding
+from wholebatch.doctor.weights import Division, divisions
+from wholebatch.doctor.windows import Story, Window
+from wholebatch.verify.finding import Change, Finding
 
 WINDOW_RULES: tuple[Callable[[Story, Window], Finding | None], ...] = (
     *clearing.RULES,
@@ -67,7 +67,7 @@ def every(stories: list[Story]) -> Iterator[Finding]:
         for window in (*windows, *story.leftover.values()):
             yield from filter(None, (rule(story, window) for rule in WINDOW_RULES))
     for one in divisions(stories):
-        backward = one.shares[0].piece.backward
+        backward = one.shares[0].micro_batch.backward
         ours = backward.site is not None and backward.site.framework == "wholebatch" and not backward.call
         if not one.cached and not ours:
             yield from filter(None, (said(rule, one) for rule in division.RULES))

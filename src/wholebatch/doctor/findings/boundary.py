@@ -4,36 +4,36 @@ from __future__ import annotations
 
 import math
 
-from wholebatch.comparison import Comparison, compare
 from wholebatch.doctor.findings.remedies import line_of, moved
-from wholebatch.doctor.story import Story, Window
 from wholebatch.doctor.trace import Clip, Event, Schedule
-from wholebatch.finding import Change, Finding
+from wholebatch.doctor.windows import Story, Window
+from wholebatch.verify.comparison import Comparison, compare
+from wholebatch.verify.finding import Change, Finding
 
 
-def clip_per_piece(story: Story, window: Window) -> Finding | None:
+def clip_per_micro_batch(story: Story, window: Window) -> Finding | None:
     """Gradients are clipped before the window is complete."""
-    early = [clip for at, clip in window.clips if 0 < at < len(window.pieces) and not math.isinf(clip.bound)]
+    early = [clip for at, clip in window.clips if 0 < at < len(window.micro_batches) and not math.isinf(clip.bound)]
     if not early or window.length < 2 or not window.step:
         return None
     size = clip_amount(window)
     return Finding(
         "clip-per-piece",
-        f"gradients are clipped after each piece, {len(window.clips)} times for one step",
-        str(size) if size is not None else "the sum of clipped pieces is not the clipped sum",
+        f"gradients are clipped after each micro-batch, {len(window.clips)} times for one step",
+        str(size) if size is not None else "the sum of clipped micro-batches is not the clipped sum",
         0.8,
         early[0].site,
         moved(early[0].site, "clip_grad_norm_(parameters, 1.0)", "once a window, before the step"),
-        "Clipping a partial sum changes what the later pieces are added to.",
+        "Clipping a partial sum changes what the later micro-batches are added to.",
         size.error if size is not None else None,
     )
 
 
 def clip_amount(window: Window) -> Comparison | None:
     """Compare the step with one clip of the whole sum, when the sample holds the whole gradient."""
-    gained = [piece for piece in map(window.gained, window.pieces) if piece is not None]
+    gained = [micro_batch for micro_batch in map(window.gained, window.micro_batches) if micro_batch is not None]
     applied = window.own(window.step.sample) if window.step is not None else None
-    if applied is None or len(gained) != len(window.pieces):
+    if applied is None or len(gained) != len(window.micro_batches):
         return None
     whole = applied.new_zeros(applied.shape) + sum(gained)
     bound = window.clips[-1][1].bound
@@ -43,7 +43,7 @@ def clip_amount(window: Window) -> Comparison | None:
 def clip_before_unscale(story: Story, window: Window) -> Finding | None:
     """Gradients are clipped while they still carry the scaler's factor."""
     for at, clip in window.clips:
-        scaled = any(piece.backward.scaled for piece in window.pieces[:at])
+        scaled = any(micro_batch.backward.scaled for micro_batch in window.micro_batches[:at])
         if scaled and not unscaled_before(window, clip):
             return scaled_clip(window, clip)
     return None
@@ -81,7 +81,7 @@ def unscale_twice(story: Story, window: Window) -> Finding | None:
     return Finding(
         "unscale-twice",
         f"unscale_ is called {len(calls)} times in one window",
-        "torch refuses the second call; earlier pieces would be divided by the scale twice",
+        "torch refuses the second call; earlier micro-batches would be divided by the scale twice",
         2.0,
         calls[1].site,
         moved(calls[1].site, "scaler.unscale_(optimizer)", "once a window, before the step"),
@@ -89,28 +89,28 @@ def unscale_twice(story: Story, window: Window) -> Finding | None:
 
 
 def update_inside(story: Story, window: Window) -> Finding | None:
-    """The scaler's factor may change between the pieces of a window."""
+    """The scaler's factor may change between the micro-batches of a window."""
     calls = [event for at, event in window.scaler if event.call == "update" and at > 0]
     if not calls or window.length < 2:
         return None
     return Finding(
         "scaler-update-inside-window",
         f"scaler.update() is called {len(calls)} times before the window's step",
-        "pieces of one sum carry different scales as soon as the scale moves",
+        "micro-batches of one sum carry different scales as soon as the scale moves",
         0.7,
         calls[0].site,
         moved(calls[0].site, "scaler.update()", "only after scaler.step(optimizer)"),
     )
 
 
-def schedule_per_piece(story: Story, window: Window) -> Finding | None:
-    """The learning rate moves with every piece."""
-    early = [event for at, event in window.schedules if 0 < at < len(window.pieces)]
+def schedule_per_micro_batch(story: Story, window: Window) -> Finding | None:
+    """The learning rate moves with every micro-batch."""
+    early = [event for at, event in window.schedules if 0 < at < len(window.micro_batches)]
     if not early or window.length < 2:
         return None
     return Finding(
         "scheduler-per-piece",
-        f"the scheduler steps with every piece, {window.length} times for one optimizer step",
+        f"the scheduler steps with every micro-batch, {window.length} times for one optimizer step",
         f"the schedule ends {window.length} x too early",
         0.6,
         early[0].site,
@@ -118,14 +118,14 @@ def schedule_per_piece(story: Story, window: Window) -> Finding | None:
     )
 
 
-def average_per_piece(story: Story, window: Window) -> Finding | None:
-    """The weight average takes in unchanged weights with every piece."""
-    early = [event for at, event in window.averages if 0 < at < len(window.pieces)]
+def average_per_micro_batch(story: Story, window: Window) -> Finding | None:
+    """The weight average takes in unchanged weights with every micro-batch."""
+    early = [event for at, event in window.averages if 0 < at < len(window.micro_batches)]
     if not early or window.length < 2:
         return None
     return Finding(
         "average-per-piece",
-        f"the weight average is updated with every piece, {window.length} times for one optimizer step",
+        f"the weight average is updated with every micro-batch, {window.length} times for one optimizer step",
         f"it follows the weights {window.length} x too fast (decay ** {window.length} a step)",
         0.5,
         early[0].site,
@@ -153,11 +153,11 @@ def moved_on_skip(story: Story, window: Window) -> Finding | None:
 
 
 RULES = (
-    clip_per_piece,
+    clip_per_micro_batch,
     clip_before_unscale,
     unscale_twice,
     update_inside,
-    schedule_per_piece,
-    average_per_piece,
+    schedule_per_micro_batch,
+    average_per_micro_batch,
     moved_on_skip,
 )

@@ -1,26 +1,30 @@
-"""Findings about clearing: gradients that stay, pieces that are thrown away, gradients of another optimizer's loss."""
+"""Findings about clearing: gradients that stay, micro-batches that are thrown away, gradients of another optimizer's
+loss.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from wholebatch.comparison import Comparison, compare
 from wholebatch.doctor.findings.remedies import condition_of, line_of, moved
-from wholebatch.doctor.piece import Piece
-from wholebatch.doctor.story import Story, Window
+from wholebatch.doctor.micro_batch import MicroBatch
 from wholebatch.doctor.trace import Forward
-from wholebatch.finding import Change, Finding
-from wholebatch.site import Site
+from wholebatch.doctor.windows import Story, Window
+from wholebatch.verify.comparison import Comparison, compare
+from wholebatch.verify.finding import Change, Finding
+from wholebatch.verify.source_line import Site
 
 
 def not_cleared(story: Story, window: Window) -> Finding | None:
     """The gradient that an earlier step has used is still there when the next one steps."""
-    if not window.stale or window.number == 0 or not window.pieces:
+    if not window.stale or window.number == 0 or not window.micro_batches:
         return None
     before = story.windows[window.optimizer][window.number - 1]
     size = stale_amount(window)
     tried = [event.site for _, event in before.scaler if event.call == "step"]
-    site = before.step.site if before.step is not None else tried[-1] if tried else window.pieces[0].backward.site
+    site = (
+        before.step.site if before.step is not None else tried[-1] if tried else window.micro_batches[0].backward.site
+    )
     rule = "not-cleared-after-skipped-step" if before.skipped else "zero-grad-missing"
     what = "after a skipped step the gradients stay" if before.skipped else "gradients are not cleared after the step"
     return Finding(
@@ -36,7 +40,7 @@ def not_cleared(story: Story, window: Window) -> Finding | None:
 
 def stale_amount(window: Window) -> Comparison | None:
     """Compare the step's gradient with the one without what an earlier step has used already."""
-    found, before = window.found(), window.own(window.pieces[0].backward.before)
+    found, before = window.found(), window.own(window.micro_batches[0].backward.before)
     if found is None or before is None:
         return None
     return compare(found, found - window.only(window.stale, before))
@@ -48,18 +52,18 @@ def cleared_after(site: Site | None) -> Change:
     return Change(text, f"{text}; optimizer.zero_grad()")
 
 
-def cleared_per_piece(story: Story, window: Window) -> Finding | None:
-    """Gradients are cleared between the pieces of a window, so only the last ones count."""
+def cleared_per_micro_batch(story: Story, window: Window) -> Finding | None:
+    """Gradients are cleared between the micro-batches of a window, so only the last ones count."""
     thrown = thrown_away(window)
     if not thrown or not usual_loss(story, window) or not window.explained():
         return None
-    lost, kept = len(thrown), len(window.pieces)
+    lost, kept = len(thrown), len(window.micro_batches)
     site = window.cleared[0].site
     size = lost_amount(window, thrown)
     return Finding(
         "zero-grad-per-piece",
-        f"gradients are cleared inside the window: {lost} of {lost + kept} pieces are thrown away",
-        str(size) if size is not None else f"only {kept} of {lost + kept} pieces count",
+        f"gradients are cleared inside the window: {lost} of {lost + kept} micro-batches are thrown away",
+        str(size) if size is not None else f"only {kept} of {lost + kept} micro-batches count",
         1.0,
         site,
         moved(site, "optimizer.zero_grad()", "only after optimizer.step()"),
@@ -67,64 +71,68 @@ def cleared_per_piece(story: Story, window: Window) -> Finding | None:
     )
 
 
-def thrown_away(window: Window) -> list[Piece]:
-    """Return the lost pieces that were micro-batches of a loss that the step is made of.
+def thrown_away(window: Window) -> list[MicroBatch]:
+    """Return the lost micro-batches that were micro-batches of a loss that the step is made of.
 
     A gradient that was only looked at (of an attack, a norm, another task) is no loss, and neither is one that was
     put back by hand: where nothing is left, the step must have found nothing.
     """
-    if not window.pieces:
+    if not window.micro_batches:
         return window.lost if window.step is not None and not window.step.pending else []
-    kept = {id(piece) for piece in window.pieces}
-    lost = {id(piece) for piece in window.lost}
-    mixed = [loss for loss in window.losses if any(id(piece) in kept for piece in loss)]
-    return [piece for loss in mixed for piece in loss if id(piece) in lost]
+    kept = {id(micro_batch) for micro_batch in window.micro_batches}
+    lost = {id(micro_batch) for micro_batch in window.lost}
+    mixed = [loss for loss in window.losses if any(id(micro_batch) in kept for micro_batch in loss)]
+    return [micro_batch for loss in mixed for micro_batch in loss if id(micro_batch) in lost]
 
 
 def usual_loss(story: Story, window: Window) -> bool:
-    """Tell whether most windows lose pieces (each time anew), as against the tail of an epoch."""
+    """Tell whether most windows lose micro-batches (each time anew), as against the tail of an epoch."""
     windows = story.windows[window.optimizer]
     losing = sum(bool(other.lost) for other in windows)
-    return losing * 2 > len(windows) and (len(windows) > 1 or len(window.pieces) <= 1)
+    return losing * 2 > len(windows) and (len(windows) > 1 or len(window.micro_batches) <= 1)
 
 
-def lost_amount(window: Window, thrown: list[Piece]) -> Comparison | None:
-    """Return how far the kept pieces are from all pieces, from the gradients that were there."""
-    gained = [window.gained(piece) for piece in (*thrown, *window.pieces)]
+def lost_amount(window: Window, thrown: list[MicroBatch]) -> Comparison | None:
+    """Return how far the kept micro-batches are from all micro-batches, from the gradients that were there."""
+    gained = [window.gained(micro_batch) for micro_batch in (*thrown, *window.micro_batches)]
     found = window.found()
-    if found is None or any(piece is None for piece in gained):
+    if found is None or any(micro_batch is None for micro_batch in gained):
         return None
-    whole = sum(piece for piece in gained if piece is not None)
+    whole = sum(micro_batch for micro_batch in gained if micro_batch is not None)
     return compare(found, found.new_zeros(found.shape) + whole)
 
 
 def tail_dropped(story: Story, window: Window) -> Finding | None:
-    """The pieces of an unfinished window are cleared away, or never stepped."""
+    """The micro-batches of an unfinished window are cleared away, or never stepped."""
     full = story.usual_length(window.optimizer)
     thrown = thrown_away(window)
     # As many as a whole window has were left out on purpose: a loss that was not finite.
     if window.step is not None and 0 < len(thrown) < full and not usual_loss(story, window):
         return dropped(story, window, thrown, window.cleared[0].site, "cleared away before any step")
     unfinished = story.trace.complete and window.step is None and window.number > 0 and not window.skipped
-    paths = {piece.backward.path for seen in story.windows[window.optimizer] for piece in seen.pieces}
-    same_loop = all(piece.backward.path in paths for piece in window.pieces)
-    if unfinished and window.pieces and same_loop and window.length < full:
-        return dropped(story, window, window.pieces, window.pieces[-1].backward.site, "never stepped")
+    paths = {
+        micro_batch.backward.path for seen in story.windows[window.optimizer] for micro_batch in seen.micro_batches
+    }
+    same_loop = all(micro_batch.backward.path in paths for micro_batch in window.micro_batches)
+    if unfinished and window.micro_batches and same_loop and window.length < full:
+        return dropped(story, window, window.micro_batches, window.micro_batches[-1].backward.site, "never stepped")
     return None
 
 
-def dropped(story: Story, window: Window, pieces: list[Piece], site: Site | None, fate: str) -> Finding:
-    """Say which pieces were lost."""
-    rows = sum(piece.rows for piece in pieces)
+def dropped(story: Story, window: Window, micro_batches: list[MicroBatch], site: Site | None, fate: str) -> Finding:
+    """Say which micro-batches were lost."""
+    rows = sum(micro_batch.rows for micro_batch in micro_batches)
     steps = [seen.step for seen in story.windows[window.optimizer] if seen.step is not None]
     condition = condition_of(steps[0].site if steps else None) or "if (i + 1) % k == 0:"
     return Finding(
         "last-window-dropped",
-        f"the last {len(pieces)} pieces ({rows} rows) are backpropagated but {fate}",
+        f"the last {len(micro_batches)} micro-batches ({rows} rows) are backpropagated but {fate}",
         f"{rows} rows of each epoch teach nothing",
         0.5,
         site,
-        Change(condition, f"{condition.rstrip(':')} or i + 1 == len(loader):  # divide by the pieces of this window"),
+        Change(
+            condition, f"{condition.rstrip(':')} or i + 1 == len(loader):  # divide by the micro-batches of this window"
+        ),
         "A short window is a step of its own, divided by what it holds.",
     )
 
@@ -134,34 +142,39 @@ def foreign_gradients(story: Story, window: Window) -> Finding | None:
     for other in story.windows:
         if other == window.optimizer or window.step is None:
             continue
-        strangers = list(judged_pieces(story, window, other))
-        if strangers and len(strangers) < len(window.pieces):
+        strangers = list(judged_micro_batches(story, window, other))
+        if strangers and len(strangers) < len(window.micro_batches):
             return leak(story, window, strangers, other)
     return None
 
 
-def judged_pieces(story: Story, window: Window, other: int) -> Iterator[Piece]:
-    """Yield the pieces that only judge the other optimizer's output with this one's parameters.
+def judged_micro_batches(story: Story, window: Window, other: int) -> Iterator[MicroBatch]:
+    """Yield the micro-batches that only judge the other optimizer's output with this one's parameters.
 
     They touch the other's parameters too, that one steps with nothing else, and what it made went into a module of
     this one: a generator's loss through the discriminator. A loss that goes the other way, through a body into a
     further head, belongs to both.
     """
-    theirs = {piece.backward.path for seen in story.windows[other] for piece in seen.pieces if seen.step is not None}
+    theirs = {
+        micro_batch.backward.path
+        for seen in story.windows[other]
+        for micro_batch in seen.micro_batches
+        if seen.step is not None
+    }
     foreign = story.trace.optimizers[other].parameters - window.parameters
     own = window.parameters - story.trace.optimizers[other].parameters
-    for piece in window.pieces:
-        reached = piece.backward.touched & foreign and theirs == {piece.backward.path}
-        if reached and takes_from(story, piece, own, foreign):
-            yield piece
+    for micro_batch in window.micro_batches:
+        reached = micro_batch.backward.touched & foreign and theirs == {micro_batch.backward.path}
+        if reached and takes_from(story, micro_batch, own, foreign):
+            yield micro_batch
 
 
-def takes_from(story: Story, piece: Piece, own: frozenset[int], foreign: frozenset[int]) -> bool:
+def takes_from(story: Story, micro_batch: MicroBatch, own: frozenset[int], foreign: frozenset[int]) -> bool:
     """Tell whether a module with some of the own parameters took in what one with foreign parameters made."""
     makers = {
-        f.order for f in piece.forwards if parameters_in(story, f) & foreign and not parameters_in(story, f) & own
+        f.order for f in micro_batch.forwards if parameters_in(story, f) & foreign and not parameters_in(story, f) & own
     }
-    return any(set(f.after) & makers for f in piece.forwards if parameters_in(story, f) & own)
+    return any(set(f.after) & makers for f in micro_batch.forwards if parameters_in(story, f) & own)
 
 
 def parameters_in(story: Story, forward: Forward) -> frozenset[int]:
@@ -169,14 +182,14 @@ def parameters_in(story: Story, forward: Forward) -> frozenset[int]:
     return story.trace.modules[forward.module] if forward.module >= 0 else frozenset()
 
 
-def leak(story: Story, window: Window, strangers: list[Piece], other: int) -> Finding:
+def leak(story: Story, window: Window, strangers: list[MicroBatch], other: int) -> Finding:
     """Describe gradients of another loss in an optimizer's step."""
-    gained = [window.gained(piece) for piece in strangers]
+    gained = [window.gained(micro_batch) for micro_batch in strangers]
     found = window.found()
-    known = found is not None and all(piece is not None for piece in gained)
+    known = found is not None and all(micro_batch is not None for micro_batch in gained)
     size = None
     if known and found is not None:
-        size = compare(found, found - sum(piece for piece in gained if piece is not None))
+        size = compare(found, found - sum(micro_batch for micro_batch in gained if micro_batch is not None))
     site = strangers[0].backward.site
     name = story.trace.optimizers[other].name
     return Finding(
@@ -194,4 +207,4 @@ def leak(story: Story, window: Window, strangers: list[Piece], other: int) -> Fi
     )
 
 
-RULES = (not_cleared, cleared_per_piece, tail_dropped, foreign_gradients)
+RULES = (not_cleared, cleared_per_micro_batch, tail_dropped, foreign_gradients)

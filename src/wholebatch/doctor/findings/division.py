@@ -1,18 +1,18 @@
-"""Findings about what the loss is divided by: the pieces, their items, the ranks."""
+"""Findings about what the loss is divided by: the micro-batches, their items, the ranks."""
 
 from __future__ import annotations
 
 import re
 
-from wholebatch.comparison import Comparison, scale
 from wholebatch.doctor.findings.remedies import condition_of, line_of, scaled_backward
 from wholebatch.doctor.measure import reweighed
-from wholebatch.doctor.shares import Division, contains, near
-from wholebatch.finding import Change, Finding
+from wholebatch.doctor.weights import Division, contains, near
+from wholebatch.verify.comparison import Comparison, scale
+from wholebatch.verify.finding import Change, Finding
 
 
 def not_divided(division: Division) -> Finding | None:
-    """Each piece contributes a whole mean: the gradient grows with the number of pieces."""
+    """Each micro-batch contributes a whole mean: the gradient grows with the number of micro-batches."""
     if not (division.is_mean and division.length > 1) or not undivided(division):
         return None
     other = divisor(division) if division.alone else 0
@@ -22,20 +22,20 @@ def not_divided(division: Division) -> Finding | None:
     part = "the loss" if division.alone else f"the term {division.shares[0].term.name} of the loss"
     return Finding(
         "loss-not-divided",
-        f"{part} is {divided} the {division.length} pieces of the window",
+        f"{part} is {divided} the {division.length} micro-batches of the window",
         str(scale(ratio)) + ("" if division.alone else ", for this term"),
-        # A window that holds the left-over pieces of another one is no measure for the others.
+        # A window that holds the left-over micro-batches of another one is no measure for the others.
         abs(ratio - 1) * (1.0 if usual else 0.5),
         division.site,
         divided_remedy(division, other),
-        "Each backward adds the gradient of a whole mean, so the sum grows with the number of pieces."
+        "Each backward adds the gradient of a whole mean, so the sum grows with the number of micro-batches."
         + counted_items(division),
     )
 
 
 def divided_remedy(division: Division, other: int) -> Change:
-    """Divide the loss by the pieces, or the one term that is not divided."""
-    if division.alone and len(set(division.items)) > 1:  # divided by the pieces they would be a mean of means
+    """Divide the loss by the micro-batches, or the one term that is not divided."""
+    if division.alone and len(set(division.items)) > 1:  # divided by the micro-batches they would be a mean of means
         return scaled_backward(division.site, "* items / items_of_the_window", other)
     if division.alone:
         return scaled_backward(division.site, f"/ {division.length}", other)
@@ -45,7 +45,7 @@ def divided_remedy(division: Division, other: int) -> Change:
 
 
 def counted_items(division: Division) -> str:
-    """Say what the items are, where pieces differ in them."""
+    """Say what the items are, where micro-batches differ in them."""
     if len(set(division.items)) < 2:
         return ""
     token = division.shares[0].term.name.startswith("NllLoss")
@@ -55,7 +55,7 @@ def counted_items(division: Division) -> str:
 
 
 def undivided(division: Division) -> bool:
-    """Tell whether no part of any factor has to do with the number of pieces or with a share of the items."""
+    """Tell whether no part of any factor has to do with the number of micro-batches or with a share of the items."""
     if near(division.whole, 1.0) or (not division.even() and weighted(division)):
         return False
     if len({round(abs(share.term.factor), 9) for share in division.shares}) > 1:
@@ -65,7 +65,7 @@ def undivided(division: Division) -> bool:
 
 
 def weighted(division: Division) -> bool:
-    """Tell whether pieces of unequal items have factors that follow the items."""
+    """Tell whether micro-batches of unequal items have factors that follow the items."""
     return len(set(division.items)) > 1 and division.even()
 
 
@@ -76,7 +76,7 @@ def own_weight(division: Division) -> float:
 
 
 def divisor(division: Division) -> int:
-    """Return the whole number of pieces that the losses are divided by, 0 when there is none."""
+    """Return the whole number of micro-batches that the losses are divided by, 0 when there is none."""
     for factor in reversed(division.shares[0].term.factors or (1.0,)):
         number = round(1 / abs(factor)) if factor else 0
         if number > 1 and near(abs(factor), 1 / number):
@@ -85,24 +85,25 @@ def divisor(division: Division) -> int:
 
 
 def short_window(division: Division) -> Finding | None:
-    """A window holds fewer pieces than the number it is divided by."""
+    """A window holds fewer micro-batches than the number it is divided by."""
     full = divisor(division)
     if not division.is_mean or not 0 < division.length < full or near(division.whole, 1.0):
         return None
     if full not in division.lengths:
-        return None  # a weight of the loss, not a number of pieces
+        return None  # a weight of the loss, not a number of micro-batches
     if not near(division.whole, division.length / full):
         return None
     first = division.windows[0].number == 0
     ratio = division.length / full
     return Finding(
         "first-window-short" if first else "last-window-short",
-        f"{'the first' if first else 'a short'} window holds {division.length} of {full} pieces, divided by {full}",
+        f"{'the first' if first else 'a short'} window holds {division.length} of {full} micro-batches, divided by "
+        f"{full}",
         str(scale(ratio)),
         (1 - ratio) * 0.9,
         division.site,
         short_remedy(division, full, first),
-        "The window's own mean divides by the pieces it really holds.",
+        "The window's own mean divides by the micro-batches it really holds.",
     )
 
 
@@ -112,11 +113,11 @@ def short_remedy(division: Division, full: int, first: bool) -> Change:
     condition = condition_of(step.site if step is not None else None) or f"if i % {full} == 0:"
     if first and (counter := re.search(r"(\w+) %", condition)):
         return Change(condition, condition.replace(counter[0], f"({counter[1]} + 1) %", 1))
-    return scaled_backward(division.site, "/ pieces_in_this_window", full)
+    return scaled_backward(division.site, "/ micro_batches_in_this_window", full)
 
 
 def carried_over(division: Division) -> Finding | None:
-    """A window holds more pieces than the number it is divided by: those of an unfinished window came along."""
+    """A window holds more micro-batches than the number it is divided by: those of an unfinished window came along."""
     full = divisor(division)
     if not division.is_mean or full < 2 or division.length <= full or full not in division.lengths:
         return None
@@ -126,7 +127,8 @@ def carried_over(division: Division) -> Finding | None:
     site = division.site
     return Finding(
         "carried-into-next-epoch",
-        f"a window holds {division.length} pieces and is divided by {full}: {division.length - full} were left in "
+        f"a window holds {division.length} micro-batches and is divided by {full}: {division.length - full} were "
+        f"left in "
         ".grad by an unfinished window before it",
         str(scale(ratio)),
         ratio - 1,
@@ -139,7 +141,7 @@ def carried_over(division: Division) -> Finding | None:
 
 
 def mean_of_means(division: Division) -> Finding | None:
-    """Pieces that differ in items are averaged as if they did not."""
+    """Micro-batches that differ in items are averaged as if they did not."""
     if not division.is_mean or len(division.shares) < 2 or division.even() or undivided(division):
         return None
     if division.world > 1 and division.even(ranks=False):
@@ -149,26 +151,28 @@ def mean_of_means(division: Division) -> Finding | None:
     counts = ", ".join(f"{items:g}" for items in division.items[:8])
     return Finding(
         "mean-of-means",
-        f"pieces of {counts} items each weigh {weight_text(division)} of the window",
+        f"micro-batches of {counts} items each weigh {weight_text(division)} of the window",
         str(size),
         max(size.error, 0.02),
         division.site,
         scaled_backward(division.site, "* items / items_of_the_window", divisor(division)),
-        "Each piece divides by its own items; items of a short piece then count more than those of a long one."
-        + counted_items(division),
+        "Each micro-batch divides by its own items; items of a short micro-batch then count more than those of a "
+        "long one." + counted_items(division),
         measured.error if measured is not None else None,
     )
 
 
 def weight_text(division: Division) -> str:
-    """Return what each piece weighs, as a fraction where all weigh the same."""
+    """Return what each micro-batch weighs, as a fraction where all weigh the same."""
     weights = [weight / division.whole for weight in division.weights]
     equal = max(weights) - min(weights) < 1e-3
     return f"1/{len(weights)}" if equal else ", ".join(f"{weight:.2f}" for weight in weights[:8])
 
 
 def by_weight(division: Division) -> Comparison:
-    """Estimate an error from the weights alone: how far the pieces' weights are from their share of the items."""
+    """Estimate an error from the weights alone: how far the micro-batches' weights are from their share of the
+    items.
+    """
     total = sum(division.items)
     apart = [abs(w / division.whole - n / total) for w, n in zip(division.weights, division.items, strict=True)]
     return Comparison(sum(apart), 1.0, 1.0 - sum(apart) / 2)
@@ -196,7 +200,7 @@ def rank_denominators(division: Division) -> Finding | None:
 
 
 def uneven_sums(division: Division) -> Finding | None:
-    """Sums are divided by numbers that differ from piece to piece."""
+    """Sums are divided by numbers that differ from micro-batch to micro-batch."""
     if division.is_mean or len(division.shares) < 2 or division.even():
         return None
     if division.world > 1 and division.even(ranks=False):
@@ -206,12 +210,13 @@ def uneven_sums(division: Division) -> Finding | None:
     site = division.site
     return Finding(
         "mean-of-means",
-        "pieces of one window divide by different numbers",
+        "micro-batches of one window divide by different numbers",
         str(size),
         max(size.error, 0.02),
         site,
         scaled_backward(site, "* its_divisor / items_of_the_window"),
-        "An item weighs the same in every piece only if all pieces divide by the items of the whole window.",
+        "An item weighs the same in every micro-batch only if all micro-batches divide by the items of the whole "
+        "window.",
         measured.error if measured is not None else None,
     )
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import linecache
 import re
 
-from wholebatch.finding import Change
-from wholebatch.site import Site
+from wholebatch.verify.finding import Change
+from wholebatch.verify.source_line import Site
 
 PAIRS = {")": "(", "]": "[", "}": "{"}
 SCALED_LOSS = re.compile(r"scale\((.+)\)\.backward\(")

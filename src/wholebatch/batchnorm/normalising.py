@@ -1,0 +1,56 @@
+"""Whether anything in a model normalises over the rows it is given: seen while one micro-batch runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from wholebatch.batch.tree import move
+from wholebatch.batch.window import MicroBatch
+from wholebatch.model.inspection import Survey, uses_batch_statistics
+from wholebatch.model.snapshot import Snapshot
+
+_SEEN: WeakKeyDictionary[nn.Module, dict[Hashable, bool]] = WeakKeyDictionary()
+"""Which models were seen to normalise nothing. Nothing depends on it but time."""
+
+
+def nothing_normalises(survey: Survey, loss_fn: Callable[[Any, Any], Any], micro_batch: MicroBatch) -> bool:
+    """Tell whether no BatchNorm runs in a model, registered or not.
+
+    Then rows of different micro-batches do not meet in it, and a model that no graph can be made of needs none. What
+    has been seen is remembered for as long as the numbers and switches on the model's modules are the same.
+    """
+    if any(uses_batch_statistics(layer) for layer in (*survey.modules, *survey.outside)):
+        return False
+    from wholebatch.batchnorm.program_cache import state_of  # loads what captures graphs
+
+    known, state = _SEEN.setdefault(survey.model, {}), state_of(survey.model)
+    if state not in known:
+        start = Snapshot(survey, loss_fn)
+        try:
+            watch = _Watch()
+            with watch:
+                loss_fn(survey.model, move(micro_batch.load(), survey.device))
+        finally:
+            start.restore()
+        known.clear()
+        known[state] = not watch.seen
+    return known[state]
+
+
+class _Watch(TorchDispatchMode):
+    """Notes every BatchNorm operator, below autograd, whoever calls it."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.seen = False
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen |= "batch_norm" in str(function)
+        return function(*args, **(kwargs or {}))

@@ -1,0 +1,89 @@
+"""The first window proves itself: nothing is believed that has not been seen to add up.
+
+Whatever people keep in closures, classes and hooks, one thing shows it: the same rows, once whole and once in two
+parts, must give the same gradient, the same loss, the same items. Tried once for a model, a loss function and a set of
+options, before anything of the window itself runs:
+
+1. Choose a micro-batch with two rows or more, and cut it unevenly (:mod:`~wholebatch.first_window.sample`).
+2. Run it whole and take its parts away again, with draws held still (:mod:`~wholebatch.first_window.trial`).
+3. Where something remains, find out what explains it, and refuse (:mod:`~wholebatch.first_window.verdict`).
+
+It costs two forwards and backwards over one micro-batch, leaves no trace, and nothing is done in later windows.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Hashable, Sequence
+from contextvars import ContextVar
+from typing import Any
+
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from wholebatch.batch.window import MicroBatch
+from wholebatch.first_window.identity import identity_of, state_of
+from wholebatch.first_window.sample import samples_of
+from wholebatch.first_window.trial import Trial
+from wholebatch.first_window.verdict import USER_ERRORS, Judge, NotTried
+
+logger = logging.getLogger("wholebatch")
+logger.addHandler(logging.NullHandler())  # nothing is printed unless the user sets logging up
+
+PROVEN: weakref.WeakKeyDictionary[nn.Module, dict[Hashable, str]] = weakref.WeakKeyDictionary()
+"""What has been said of each model's windows, for as long as the model lives."""
+
+TRYING: ContextVar[bool] = ContextVar("TRYING", default=False)
+"""Whether what is collated and run now is a trial: who counts micro-batches leaves it out."""
+
+
+def proven(trial: Trial, batch: Any, micro_batches: Sequence[MicroBatch], splits: bool = False) -> str:
+    """Try a window's first micro-batch whole and in parts, unless that has been done; say in words what was shown.
+
+    Args:
+        trial: of the window's model and loss function, on ranks that are entered already; nothing of it travels.
+        batch: as the caller gave it.
+        micro_batches: the micro-batches it was cut into.
+        splits: whether a single micro-batch, too, may be split on the way.
+
+    Returns:
+        What was shown, or what could not be tried and why.
+
+    Raises:
+        InexactError: if the parts do not add up to the whole, with the cause.
+        LossError: if what a loss averages over cannot be known.
+    """
+    when = trial.options.get("verify", "first")
+    if when == "never":
+        return 'not verified: verify="never"'
+    if len(micro_batches) < 2 and not splits:
+        return "not verified: one micro-batch, in which nothing is cut"
+    if any(is_lazy(parameter) for parameter in trial.survey.parameters):
+        # what a forward with fixed draws initialises would stay so: rows of equal weights, which never part
+        return "not verified: parameters are made by the first forward, so the next window is tried"
+    known = PROVEN.setdefault(trial.survey.model, {})
+    key = identity_of(trial.functions, trial.options, batch), state_of(trial.survey)
+    if when == "first" and key in known:
+        return known[key]
+    token = TRYING.set(True)
+    try:
+        known[key] = _shown(trial, batch, micro_batches)
+    except NotTried as reason:
+        known[key] = f"not verified: {reason}"
+        logger.warning("%s is %s", type(trial.survey.model).__name__, known[key])
+    finally:
+        TRYING.reset(token)
+    return known[key]
+
+
+def _shown(trial: Trial, batch: Any, micro_batches: Sequence[MicroBatch]) -> str:
+    if trial.ranks.lockstep or trial.ranks.meets:
+        raise NotTried("every forward is a collective here, in which all ranks have to take part")
+    try:
+        samples = list(samples_of(batch, micro_batches, trial.options))
+    except (*USER_ERRORS, MemoryError) as error:  # the window will meet it too, and deal with it
+        raise NotTried(f"its rows could not be put together ({type(error).__name__}: {error!s:.200})") from error
+    if not samples:
+        raise NotTried("no micro-batch has two rows that can be told apart")
+    return Judge(trial, batch, micro_batches).judge(samples)

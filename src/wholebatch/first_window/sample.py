@@ -1,0 +1,257 @@
+"""Which rows of a window are tried: one micro-batch, whole and in two uneven parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations, pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from wholebatch.batch.tree import Nest, join
+from wholebatch.batch.window import MicroBatch, Window
+from wholebatch.errors import SplitError
+from wholebatch.first_window.identity import leaves_out
+from wholebatch.options import Options
+
+CANDIDATES = 8
+"""How many micro-batches are looked at to find one whose rows differ."""
+
+SOME = 4
+"""From how many micro-batches pairs are taken: one pair may add up by chance, such as by signs that agree."""
+
+Cut = Callable[[Sequence[int]], Any]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Rows to be run whole and in parts.
+
+    Attributes:
+        cut: makes a micro-batch of rows.
+        whole: the rows.
+        parts: the same rows in two parts.
+        layout: how they were cut, in words.
+        through: the first part of another cut, through the rows that this one keeps together; nothing if it keeps none.
+        further: other rows, laid in the same way, that have to add up too.
+    """
+
+    cut: Cut
+    whole: Sequence[int]
+    parts: tuple[Sequence[int], Sequence[int]]
+    layout: str
+    through: Sequence[int] = ()
+    further: tuple[Sample, ...] = ()
+
+    @property
+    def sizes(self) -> str:
+        """How many rows the parts have, in words."""
+        return " + ".join(str(len(part)) for part in self.parts)
+
+    def smaller(self) -> Sample | None:
+        """Half of the rows, for when memory does not suffice; None if that leaves one."""
+        half = self.whole[: len(self.whole) // 2]
+        return None if len(half) < 2 else split(self.cut, half, self.layout)
+
+    def against(self) -> Sample | None:
+        """The same rows cut through what belongs together, which has to matter if it is the reason; None if nothing."""
+        rest = [row for row in self.whole if row not in set(self.through)]
+        return Sample(self.cut, self.whole, (self.through, rest), self.layout) if self.through else None
+
+    def even(self) -> Sample | None:
+        """The same rows in halves, for functions that can't take one row alone; None if a half would be one."""
+        middle = len(self.whole) // 2
+        if middle < 2 or len(self.parts[0]) == middle:
+            return None
+        return Sample(self.cut, self.whole, (self.whole[:middle], self.whole[middle:]), self.layout)
+
+
+def samples_of(batch: Any, micro_batches: Sequence[MicroBatch], options: Options) -> Iterator[Sample]:
+    """Yield what can be tried of a window, the best first; nothing if no micro-batch has two rows to tell apart."""
+    names = options.get("whole", ())
+    several = [micro_batch for micro_batch in micro_batches if micro_batch.rows > 1]
+    if several and several[0].lengths:
+        limit = max(micro_batch.held for micro_batch in micro_batches)
+        yield from _mixed(several[0].cut, several[0].lengths, limit)
+    else:
+        yield from _spread(micro_batches, names, options.get("collate") is not None)
+    for micro_batch in _by_difference(several[: 1 if options.get("collate") else CANDIDATES], names):
+        yield split(micro_batch.cut, micro_batch.index, "rows", _marks(micro_batch.cut(micro_batch.index), names))
+    if not several and isinstance(batch, Window):
+        yield from _joined_ready(batch, names)
+
+
+def others_of(sample: Sample, batch: Any, micro_batches: Sequence[MicroBatch], options: Options) -> Iterator[Sample]:
+    """Yield other ways to cut in which rows that belong together stay so, where the window itself keeps them so."""
+    names = options.get("whole", ())
+    if isinstance(batch, Window):
+        yield from _ready_made_otherwise(batch, sample, names)
+    elif len(micro_batches) > 1 and not micro_batches[0].lengths:
+        yield from _joined(micro_batches)
+
+
+def split(cut: Cut, rows: Sequence[int], layout: str, marks: Sequence[float] = ()) -> Sample:
+    """Cut rows in two uneven parts, so that parts which count differently are apart as far as possible."""
+    few = _few(len(rows))
+    at = max(few, len(rows) - few, key=lambda at: _apart(marks, at)) if marks else few  # the first of equals
+    return Sample(cut, rows, (rows[:at], rows[at:]), layout)
+
+
+def _mixed(cut: Cut, lengths: Sequence[int], limit: int) -> Iterator[Sample]:
+    """The shortest row beside the longest and its own neighbour, if they fit: parts that are padded differently."""
+    order = sorted(range(len(lengths)), key=lambda row: -lengths[row])
+    longest, shortest = order[0], order[-1]
+    near = shortest + 1 if shortest + 1 < len(lengths) else shortest - 1
+    rows = list(dict.fromkeys([shortest, longest, near]))
+    if len(rows) > 1 and len(rows) * lengths[longest] <= limit:
+        yield Sample(cut, rows, (rows[:1], rows[1:]), "rows of different length")
+
+
+def _spread(micro_batches: Sequence[MicroBatch], names: Sequence[str], samples: bool) -> Iterator[Sample]:
+    """As many rows as a micro-batch has, from all over the batch and as different as they come, and their neighbours.
+
+    Rows that belong together, such as those of a class or of a prompt, lie beside each other, and are cut apart.
+    """
+    first = micro_batches[0]
+    if len(micro_batches) < 2 or any(micro_batch.cut != first.cut for micro_batch in micro_batches):
+        return
+    rows = [row for micro_batch in micro_batches for row in micro_batch.index]
+    marks = [] if samples else _marks(first.cut(rows), names)
+    order = sorted(range(len(rows)), key=marks.__getitem__) if marks else range(len(rows))
+    size = max(first.rows, 2)
+    count = size // 3
+    far = [order[i * (len(rows) - 1) // (size - count - 1)] for i in range(size - count)]
+    laid = [_beside(far, count, len(rows)), _beside(far[::-1], count, len(rows))]
+    few = _few(size)
+    places = max(laid, key=lambda places: _apart([marks[place] for place in places], few)) if marks else laid[0]
+    yield split(first.cut, [rows[place] for place in places], "rows")
+
+
+def _beside(far: Sequence[int], count: int, rows: int) -> list[int]:
+    """Put neighbours of the first places behind them, so that a first part is cut off from its own."""
+    beside = [next_to for place in far for next_to in (place + 1, place - 1) if 0 <= next_to < rows]
+    near = dict.fromkeys(place for place in [*beside, *range(rows)] if place not in far)
+    half = len(far) // 2
+    return [*far[:half], *list(near)[:count][::-1], *far[half:]]
+
+
+def _joined(micro_batches: Sequence[MicroBatch]) -> Iterator[Sample]:
+    """Two micro-batches as one, if they were cut from the same batch, as they are, and of more than single rows."""
+    places = sorted({round(i * (len(micro_batches) - 1) / (SOME - 1)) for i in range(SOME)})
+    pairs = list(combinations([micro_batches[place] for place in places], 2))
+    made = []
+    for one, two in [pairs[0], *pairs[1 :: max(1, len(pairs) // SOME)]]:
+        if one.cut == two.cut and one.index != two.index and min(one.rows, two.rows) > 1:
+            rows, parts = [*one.index, *two.index], (list(one.index), list(two.index))
+            made.append(Sample(one.cut, rows, parts, "two micro-batches", _half_of_each(*parts)))
+    if made:
+        yield replace(made[0], further=tuple(made[1:]))
+
+
+def _joined_ready(window: Window, names: Sequence[str]) -> Iterator[Sample]:
+    """Two micro-batches of a loader as one, where their shapes allow it."""
+    for one, two in pairwise(window[:2]):
+        try:
+            nest = Nest(join([one, two], names), names)
+            first, rows = Nest(one, names).count_rows(), nest.count_rows()
+        except (SplitError, RuntimeError, ValueError, TypeError):  # padded to different lengths, or of no known kind
+            return
+        parts = (range(first), range(first, rows))
+        yield Sample(nest.take, range(rows), parts, "two micro-batches", _half_of_each(*parts))
+
+
+def _half_of_each(one: Sequence[int], two: Sequence[int]) -> list[int]:
+    """Take some rows of both, so that neither stays whole; nothing if one of them is a single row."""
+    return [*one[: len(one) // 2], *two[: len(two) // 2]] if min(len(one), len(two)) > 1 else []
+
+
+def _ready_made_otherwise(window: Window, sample: Sample, names: Sequence[str]) -> Iterator[Sample]:
+    """Rows as loaders lay them: pairs in two halves, or rows on the second dimension."""
+    rows = len(sample.whole)
+    if sample.layout == "rows":
+        yield from _joined_ready(window, names)
+    if rows % 2 == 0 and rows > 2:
+        half = rows // 2
+        few = max(1, half // 3)
+        first = [*range(few), *range(half, half + few)]
+        rest = [row for row in range(rows) if row not in first]
+        broken = [*range(few), *range(half + few, half + 2 * few)]
+        yield Sample(sample.cut, sample.whole, (first, rest), "pairs in halves", broken)
+    across = _across(window[0], names) if sample.layout == "rows" else None
+    if across is not None:
+        yield across
+
+
+def _across(micro_batch: Any, names: Sequence[str]) -> Sample | None:
+    """Cut along the second dimension: rows behind time."""
+    nest = Nest(micro_batch, names)
+    deep = [leaf.value for leaf in nest.leaves if isinstance(leaf.value, Tensor) and leaf.value.dim() > 1]
+    widths = {tensor.shape[1] for tensor in deep}
+    if len(widths) != 1 or min(widths) < 2:
+        return None
+
+    def cut(rows: Sequence[int]) -> Any:
+        chosen = torch.tensor(list(rows))
+        return nest.map(lambda leaf: _columns(leaf.value, chosen))
+
+    return split(cut, range(widths.pop()), "rows on the second dimension")
+
+
+def _columns(value: Any, chosen: Tensor) -> Any:
+    deep = isinstance(value, Tensor) and value.dim() > 1
+    return value.index_select(1, chosen.to(value.device)) if deep else value
+
+
+def _counted(micro_batch: Any, names: Sequence[str]) -> Nest | None:
+    try:
+        nest = Nest(micro_batch, names)
+        nest.count_rows()
+    except SplitError:
+        return None
+    return nest
+
+
+def _by_difference(micro_batches: Sequence[MicroBatch], names: Sequence[str]) -> list[MicroBatch]:
+    """Order micro-batches by how much their rows differ in what may be ignored, those alike in their order."""
+    if len(micro_batches) < 2:
+        return list(micro_batches)
+
+    def spread(micro_batch: MicroBatch) -> float:
+        marks = _marks(micro_batch.cut(micro_batch.index), names)
+        return max(marks, default=0.0) - min(marks, default=0.0)
+
+    return sorted(micro_batches, key=lambda micro_batch: -spread(micro_batch))
+
+
+def _marks(micro_batch: Any, names: Sequence[str]) -> list[float]:
+    """Count for each row the integers of zero and below, and zeros of masks: what is left out, and labels ignored."""
+    nest = _counted(micro_batch, names)
+    if nest is None:
+        return []
+    rows = nest.count_rows()
+    marks = torch.zeros(rows)
+    for leaf in nest.leaves:
+        value = leaf.value
+        if isinstance(value, Tensor) and leaf.rows == rows and (_is_plain_integer(value) or leaves_out(value)):
+            marks += (value <= 0).reshape(rows, -1).sum(1)
+    return [float(mark) for mark in marks]
+
+
+def _is_plain_integer(value: Tensor) -> bool:
+    real = value.is_floating_point() or value.is_complex()
+    return not real and value.device.type == "cpu" and value.layout is torch.strided and not value.is_nested
+
+
+def _few(rows: int) -> int:
+    """How many rows the smaller part has."""
+    return 1 if rows < 5 else max(2, rows // 3)
+
+
+def _apart(marks: Sequence[float], at: int) -> float:
+    return abs(_average(marks[:at]) - _average(marks[at:]))
+
+
+def _average(marks: Sequence[float]) -> float:
+    return sum(marks) / max(len(marks), 1)

@@ -1,0 +1,293 @@
+"""One trial: rows run whole, then in parts that are taken away again; what remains is what does not add up."""
+
+from __future__ import annotations
+
+import functools
+import math
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.amp import GradScaler
+
+from wholebatch.batch.tree import Nest, move, rows_of
+from wholebatch.errors import SplitError
+from wholebatch.first_window.conduct import Watched
+from wholebatch.first_window.draws import BatchNormWatch, FixedDraws, uncompiled
+from wholebatch.first_window.sample import Sample
+from wholebatch.loss.denominators import Known, counted_divisors
+from wholebatch.loss.seeds import Shares
+from wholebatch.loss.shapes import Shapes
+from wholebatch.loss.terms import Answer, read
+from wholebatch.loss.totals import KNOWN, Sums, Tally
+from wholebatch.model.gradient_hooks import hooks_that_read
+from wholebatch.model.gradients import Gradients, all_or_nothing, foreign_leaves, total_norm
+from wholebatch.model.inspection import Survey
+from wholebatch.model.memory import offloaded
+from wholebatch.model.snapshot import Moved, Snapshot
+from wholebatch.model.state import State
+from wholebatch.options import Options
+from wholebatch.ranks.agreement import Ranks
+
+HALF = 5e-2
+ON_DEVICES = 5e-3
+ROUNDING = {torch.float64: 1e-8, torch.float32: 1e-4}
+"""How far whole and parts may lie apart: kernels choose other orders of addition for other numbers of rows, devices
+other precisions; faults lie above."""
+
+
+@dataclass
+class Outcome:
+    """What lies between rows run whole and the same rows in parts.
+
+    Attributes:
+        gradient: norm of the difference of gradients over the norm of the whole's.
+        loss: difference of losses over the size of what was added up.
+        whole, parts: the sums of both.
+        scale: norm of the whole's gradient.
+        tolerance: what rounding explains.
+        seen: which operators drew random numbers.
+        batch_norms: where BatchNorm was called that would have used the rows' statistics.
+        elsewhere: whether draws were made that nobody holds still: NumPy's, or Python's own.
+        moved: what the whole has moved besides gradients.
+        shapes: of what the loss function returned for the whole and for the parts.
+        stated: the terms whose items the loss function states beside a number, so that nobody can count them again.
+        provisional: whether the window will divide by a provisional number, as the terms share one that is not known.
+    """
+
+    gradient: float = 0.0
+    loss: float = 0.0
+    whole: Sums = field(default_factory=Sums)
+    parts: Sums = field(default_factory=Sums)
+    scale: float = 0.0
+    tolerance: float = 0.0
+    seen: set[str] = field(default_factory=set)
+    batch_norms: list[str] = field(default_factory=list)
+    elsewhere: bool = False
+    moved: list[Moved] = field(default_factory=list)
+    shapes: Shapes = field(default_factory=Shapes)
+    stated: set[Any] = field(default_factory=set)
+    provisional: bool = False
+
+    @property
+    def empty(self) -> str:
+        """Why the whole shows nothing; nothing if it does."""
+        if not self.whole.schema.terms:
+            return "the loss function returned None for the rows that were tried"
+        if not self.scale or not float(self.whole.alive):
+            return "the gradient of the rows that were tried is zero"
+        return "" if math.isfinite(self.scale) else "the gradient of the rows that were tried is not finite"
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether the parts can be held against the whole at all."""
+        return math.isfinite(self.gradient) and math.isfinite(self.loss)
+
+    @property
+    def adds_up(self) -> bool:
+        """Whether gradient, loss and items of the parts are those of the whole."""
+        return self.gradient <= self.tolerance and self.loss <= self.tolerance and self.miscounted is None
+
+    @property
+    def miscounted(self) -> tuple[Any, float, float] | None:
+        """The first term whose items do not add up, with those of the whole and of the parts together."""
+        for key, _ in self.whole.schema.terms:
+            whole, parts = float(self.whole.counts[key]), float(self.parts.counts.get(key, 0.0))
+            if key not in self.once and abs(whole - parts) > 1e-5 * max(abs(whole), abs(parts)):
+                return key[0], whole, parts
+        return None
+
+    @property
+    def once(self) -> set[Any]:
+        """The terms that exist once a batch, or have no items."""
+        return {key for key, kind in self.whole.schema.terms if kind in ("one", "once")}
+
+
+class Trial:
+    """Runs rows of a window without leaving a trace.
+
+    What the whole adds to the gradients, the parts take away again: no second set of gradients is needed. Gradients
+    are about as large as in the window, and where that will divide by a provisional number, those of the parts half as
+    large as those of the whole, to which powers of two make no difference unless something acts on their size.
+
+    Args:
+        survey: of the model.
+        loss_fn: called as in the window.
+        ranks: whose forwards stay local.
+        scaler: whose scale gradients have.
+        options: of the window.
+        learning: the tensors that may receive gradients.
+        functions: the user's own functions, where ``loss_fn`` only calls these.
+        micro_batches: how many the window has.
+    """
+
+    def __init__(
+        self,
+        survey: Survey,
+        loss_fn: Callable[[Any, Any], Any],
+        ranks: Ranks,
+        scaler: GradScaler | None,
+        options: Options,
+        learning: Sequence[Tensor],
+        functions: Sequence[Callable[..., Any]] = (),
+        micro_batches: int = 1,
+    ) -> None:
+        self.survey, self.loss_fn, self.ranks, self.scaler, self.options = survey, loss_fn, ranks, scaler, options
+        self.functions = tuple(functions) or (loss_fn,)
+        self._portion = 2.0 ** (1 - max(micro_batches, 1).bit_length())
+        self._learning = learning
+        self._gradients = Gradients()
+        self._watched, self._outcome = Watched(loss_fn, {}), Outcome()
+
+    @functools.cached_property
+    def _start(self) -> Snapshot:
+        """What everything was before the first run."""
+        return Snapshot(self.survey, *self.functions, *hooks_that_read(self.survey, self._learning))
+
+    def run(self, sample: Sample, alike: bool = False, even: bool = False) -> Outcome:
+        """Run rows whole and take their parts away.
+
+        Args:
+            sample: the rows.
+            alike: whether all draws are one and the same number.
+            even: whether gradients of the parts are as large as those of the whole in any case.
+        """
+        whole, parts = [sample.cut(sample.whole)], (sample.cut(part) for part in sample.parts)
+        return self.compare(whole, parts, alike, even=even)
+
+    def repeat(self, sample: Sample, carry: bool = False) -> Outcome:
+        """Run rows whole and take the same away again: what then remains is not due to a cut.
+
+        Args:
+            sample: the rows.
+            carry: whether the second run finds what the first has left.
+        """
+        whole = sample.cut(sample.whole)
+        return self.compare([whole], iter([whole]), carry=carry)
+
+    def compare(
+        self,
+        whole: Sequence[Any],
+        parts: Iterator[Any],
+        alike: bool = False,
+        carry: bool = False,
+        even: bool = True,
+    ) -> Outcome:
+        """Hold the gradient, loss and items of some micro-batches against those of others."""
+        return all_or_nothing(lambda gradients: self._compare(gradients, whole, parts, alike, carry, even))
+
+    def _compare(
+        self, gradients: Gradients, whole: Sequence[Any], parts: Iterator[Any], alike: bool, carry: bool, even: bool
+    ) -> Outcome:
+        outcome, start, self._gradients = Outcome(), self._start, gradients
+        self._outcome = outcome
+        try:
+            with self._held_still(alike, outcome) as draws:
+                outcome.whole = self._side(whole, self._portion, None)
+                outcome.scale = self._norm()
+                outcome.moved, outcome.elsewhere = start.moved(), start.drew_elsewhere()
+                if not carry:
+                    start.restore()
+                if outcome.empty:
+                    return outcome
+                smaller = 1.0 if even or not outcome.provisional else 0.5
+                if smaller != 1.0:
+                    gradients.scale(smaller)
+                outcome.parts = self._side(parts, -self._portion * smaller, outcome.whole)
+                outcome.gradient = self._norm() / (outcome.scale * smaller)
+                outcome.tolerance = self._tolerance(draws)
+            outcome.loss = _apart(outcome.whole, outcome.parts)
+        finally:
+            start.restore()
+        return outcome
+
+    @contextmanager
+    def _held_still(self, alike: bool, outcome: Outcome) -> Iterator[FixedDraws]:
+        """Set gradients aside, fix the draws, and let BatchNorm use its running statistics."""
+        draws, watch = FixedDraws(alike), BatchNormWatch()
+        with ExitStack() as stack:
+            if "torch._dynamo" in sys.modules:  # else nothing is compiled, and importing it takes seconds
+                stack.enter_context(uncompiled())
+            self._watched = Watched(self.loss_fn, self._gradients.parameters)
+            stack.callback(self._gradients.take_back)
+            self._gradients.begin(self._learning, views=self.ranks.views)
+            stack.enter_context(watch)
+            stack.enter_context(draws)
+            yield draws
+        outcome.seen, outcome.batch_norms = draws.seen, watch.seen
+
+    def _side(self, micro_batches: Sequence[Any] | Iterator[Any], factor: float, whole: Sums | None) -> Sums:
+        """Add a multiple of the gradient of some micro-batches, divided by the items of the whole."""
+        tally, shares = Tally(), Shares(self.scaler, 1, drops_empty=False)
+        # Whoever has chosen a batch_norm= has buffers moved once a batch, or follow each micro-batch on purpose.
+        buffers = None if self.options.get("batch_norm") is None else State(self.survey)
+        for micro_batch in micro_batches:
+            if buffers is not None:
+                buffers.restore_buffers()
+            said = read(self._returned(micro_batch))
+            self._outcome.shapes.note(said, _rows(micro_batch, self.options), self._watched.micro_batch)
+            answer = tally.add(said)
+            if answer is None:
+                continue
+            self._outcome.stated |= {key for key, term in answer.terms.items() if term.kind == "count"}
+            self._outcome.provisional = self._counts_late(answer)
+            of = functools.partial(counted_divisors, tally.sums() if whole is None else whole)
+            outputs, seeds = shares.of(answer, Known(of, of, "The proof"))
+            self._gradients.include(foreign_leaves(outputs, self.survey))
+            if outputs:
+                torch.autograd.backward(outputs, [None if seed is None else seed * factor for seed in seeds])
+        tally.flags.settle()
+        return tally.sums()
+
+    def _counts_late(self, answer: Answer) -> bool:
+        """Tell whether the window will know what it divides by only at its end."""
+        if self.options.get("items") is not None or hooks_that_read(self.survey, self._learning):
+            return False
+        terms = answer.terms.values()
+        return len({term.group for term in terms}) == 1 and any(term.kind not in KNOWN for term in terms)
+
+    def _returned(self, micro_batch: Any) -> Any:
+        """Call the loss function with a micro-batch of its own, which it may change."""
+        copied = Nest(micro_batch).map(lambda leaf: _copied(leaf.value))
+        with self.ranks.local(), offloaded(self.survey.model, self.options.get("offload", False)):
+            return self._watched(self.survey.model, move(copied, self.survey.device))
+
+    def _norm(self) -> float:
+        """Measure the gradients of all that lasts; what a loss function has made for itself is another each time."""
+        own = {id(tensor) for tensor in self._learning}
+        lasting = [t for key, t in self._gradients.parameters.items() if key in own or isinstance(t, nn.Parameter)]
+        held = self._gradients.held(lasting)
+        return float(total_norm(held, held[0].device)) if held else 0.0
+
+    def _tolerance(self, draws: FixedDraws) -> float:
+        floats = {p.dtype for p in self._learning if p.is_floating_point()}
+        if draws.half or any(dtype.itemsize < 4 for dtype in floats):
+            return HALF
+        if any(p.device.type != "cpu" for p in self._learning):
+            return ON_DEVICES
+        return ROUNDING[torch.float64] if floats == {torch.float64} else ROUNDING[torch.float32]
+
+
+def _apart(whole: Sums, parts: Sums) -> float:
+    """How far the losses lie apart, over the size of their terms."""
+    size, apart = 0.0, 0.0
+    for key, kind in whole.schema.terms:
+        divisor = float(whole.denominator(key, kind)) or 1.0
+        one, two = (float(sums.weighted.get(key, 0.0)) / divisor for sums in (whole, parts))
+        size, apart = size + abs(one), apart + abs(one - two)
+    return apart / size if size else apart
+
+
+def _rows(micro_batch: Any, options: Options) -> int:
+    try:
+        return rows_of(micro_batch, options.get("whole", ()))
+    except SplitError:
+        return 1
+
+
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value

@@ -1,0 +1,343 @@
+"""What a trial has shown, and if it does not add up, why: a cause is named only if it explains what remains."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from wholebatch.batch.tree import Nest
+from wholebatch.batch.window import MicroBatch, Window
+from wholebatch.errors import InexactError, LossError, SplitError, WholeBatchError
+from wholebatch.first_window.sample import Sample, others_of
+from wholebatch.first_window.trial import Outcome, Trial
+from wholebatch.first_window.watch import alone, handed_on
+from wholebatch.model.memory import is_out_of_memory, release
+
+USER_ERRORS = (
+    RuntimeError,
+    ValueError,
+    TypeError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    AssertionError,
+    OSError,
+)
+"""What code raises that was not written for so few rows, or not to be run in this way."""
+
+NOISE = 20
+"""How many times the difference that the order of the rows makes still counts as rounding."""
+
+COARSE = 1e-2
+"""From here on no order of additions is asked about."""
+
+
+class NotTried(Exception):
+    """Why something could not be tried, in words."""
+
+
+class Judge:
+    """Tries samples of a window until one says something.
+
+    Args:
+        trial: runs them.
+        batch: as the caller gave it.
+        micro_batches: its micro-batches.
+    """
+
+    def __init__(self, trial: Trial, batch: Any, micro_batches: Sequence[MicroBatch]) -> None:
+        self.trial, self.batch, self.micro_batches, self.options = trial, batch, micro_batches, trial.options
+
+    def judge(self, samples: Sequence[Sample]) -> str:
+        """Say what was shown.
+
+        Raises:
+            NotTried: if nothing could be.
+            InexactError: if parts do not add up to the whole.
+        """
+        reason = ""
+        for sample in samples:
+            try:
+                sample, outcome = self._tried(sample)
+                _refuse_steps(outcome)
+                self._refuse_unserved_batch_norm(outcome)
+                reason = outcome.empty
+                if not reason:
+                    return self._verdict(sample, outcome)
+            except NotTried as error:
+                reason = str(error)
+        raise NotTried(reason)
+
+    def _tried(self, sample: Sample) -> tuple[Sample, Outcome]:
+        """Run a sample, or one like it that can be run: fewer rows, halves, or rows that belong together kept so."""
+        attempt: Sample | None = sample
+        reason = ""
+        while attempt is not None:
+            memory = False
+            try:
+                outcome = self.trial.run(attempt)
+                if outcome.is_finite:
+                    return attempt, outcome
+                reason = "their loss or gradient is not finite"
+            except (*USER_ERRORS, MemoryError) as error:
+                if not self._ready_made and _is_final(error, attempt):
+                    raise
+                reason, memory = f"{type(error).__name__}: {error}".split("\n")[0], is_out_of_memory(error)
+            if memory:
+                release()
+            attempt = attempt.smaller() if memory else attempt.even()
+        for other in others_of(sample, self.batch, self.micro_batches, self.options):
+            found = self._safely(other)
+            if found is not None and found.is_finite:
+                return other, found
+        raise NotTried(f"{len(sample.whole)} rows could not be run as {sample.sizes} ({reason:.200})")
+
+    def _verdict(self, sample: Sample, outcome: Outcome) -> str:
+        if outcome.adds_up:
+            return _words(sample, outcome)
+        if outcome.seen:  # their last dimension may be that of the rows
+            again = self._safely(sample, alike=True)
+            if again is not None and again.adds_up:
+                return _words(sample, again)
+        self._refuse_unsteady(sample, outcome)
+        for other in others_of(sample, self.batch, self.micro_batches, self.options):
+            again = self._safely(other)
+            if again is not None and again.adds_up and not again.empty and self._explains(other):
+                return _words(other, again)
+        if self._is_rounding(sample, outcome):
+            return _words(sample, outcome)
+        self._leave_ready_made_alone(sample, outcome)
+        outcome.shapes.check()
+        raise InexactError(self._cause(sample, outcome))
+
+    def _explains(self, sample: Sample) -> bool:
+        """Tell whether a layout is the reason: cut through it, rows must not add up; further rows laid so must.
+
+        Else they add up by chance: rows are alike, such as in the number of their labels, or signs agree.
+        """
+        against = sample.against()
+        through = None if against is None else self._safely(against)
+        if through is not None and through.adds_up:
+            return False
+        further = [self._safely(each) for each in sample.further]
+        return all(found is None or found.adds_up for found in further)
+
+    def _safely(self, sample: Sample, alike: bool = False, even: bool = False) -> Outcome | None:
+        """Run a further trial; None if it can't be run."""
+        try:
+            return self.trial.run(sample, alike=alike, even=even)
+        except (*USER_ERRORS, MemoryError):
+            return None
+
+    def _refuse_unserved_batch_norm(self, outcome: Outcome) -> None:
+        """Raise if a BatchNorm ran on the rows' statistics that nobody has chosen a way for."""
+        if outcome.batch_norms and self.options.get("batch_norm") is None:  # every way of ours refuses for itself
+            raise InexactError(alone(outcome.batch_norms[0], len(self.micro_batches)))
+
+    def _refuse_unsteady(self, sample: Sample, outcome: Outcome) -> None:
+        """Stop where the same rows, asked twice, say two things: then parts cannot be told from the whole.
+
+        Raises:
+            NotTried: if draws that nobody can hold still explain it.
+            InexactError: if the loss function keeps a state that can't be found, so that micro-batches follow it.
+        """
+        again = self.trial.repeat(sample)
+        if outcome.elsewhere:
+            raise NotTried("NumPy's or Python's own random numbers are drawn in the forward, and can't be held still")
+        if again.loss <= again.tolerance and again.miscounted is None:  # a state would show in the loss
+            return
+        raise InexactError(
+            "The same rows, run twice from the same state, give two gradients "
+            f"({again.gradient:.1e} apart, losses {again.loss:.1e}): the model or the loss function keeps a state that "
+            "moves with each call, or draws from a generator that cannot be found, so each micro-batch would be "
+            'another\'s. Keep it in buffers, or move it after the step (after_step=); verify="never" goes on all the '
+            "same."
+        )
+
+    @property
+    def _ready_made(self) -> bool:
+        """Whether the micro-batches came as they are, so that only the proof cuts them."""
+        return isinstance(self.batch, Window) and not any(micro_batch.is_cut for micro_batch in self.micro_batches)
+
+    def _leave_ready_made_alone(self, sample: Sample, outcome: Outcome) -> None:
+        """Stop where only the proof cuts: a micro-batch may be one document, one cloud of points, one chunk of time.
+
+        Raises:
+            NotTried: unless tensors of several kinds share the first dimension, as rows and their labels do.
+        """
+        if not self._ready_made:
+            return
+        if outcome.moved and not self.trial.repeat(sample, carry=True).adds_up:
+            carried = handed_on(outcome.moved, self.micro_batches)
+            if not carried:
+                return
+            raise NotTried(f"each micro-batch hands {', '.join(carried[:3])} on to the next one")
+        shared = [leaf for leaf in Nest(sample.cut(sample.whole)).leaves if leaf.rows == len(sample.whole)]
+        if len(shared) < 2 or max(len(leaf.shape) for leaf in shared) < 2:
+            raise NotTried(
+                f"the {len(sample.whole)} entries of a ready-made micro-batch are not its parts' sum, so that nothing "
+                "says whether they are rows"
+            )
+
+    def _is_rounding(self, sample: Sample, outcome: Outcome) -> bool:
+        """Tell whether the order of the rows alone makes about as much difference."""
+        if outcome.miscounted is not None or max(outcome.gradient, outcome.loss) > COARSE:
+            return False
+        backwards = list(sample.whole)[::-1]
+        turned = self.trial.compare([sample.cut(sample.whole)], iter([sample.cut(backwards)]))
+        return outcome.gradient <= NOISE * turned.gradient and outcome.loss <= max(NOISE * turned.loss, 1e-6)
+
+    def _cause(self, sample: Sample, outcome: Outcome) -> str:
+        """Say why parts do not add up, counts first, then padding, state, hooks, and rows that meet."""
+        causes = self._miscounted, self._repeated, self._padded, self._moved, self._bent, self._gradient_only, self._met
+        for cause in causes:
+            said = cause(sample, outcome)
+            if said:
+                return said + self._own_cut()
+        return ""
+
+    def _miscounted(self, sample: Sample, outcome: Outcome) -> str:
+        found = outcome.miscounted
+        if found is None:
+            return ""
+        name, whole, parts = found
+        return (
+            f"{_rows(sample)} state {whole:g} items for the term {name!r}, and in two parts ({sample.sizes}) they "
+            f"state {parts:g}: items have to add up over rows, or the loss is not that of the batch. State what the "
+            "mean was divided by: wb.from_mean(loss, items=n), or return the values themselves: wb.mean(values, "
+            "weights)."
+        )
+
+    def _repeated(self, sample: Sample, outcome: Outcome) -> str:
+        """Find a sum that is the same in each part as in the whole."""
+        for key, kind in outcome.whole.schema.terms:
+            whole, parts = (float(sums.totals.get(key, 0.0)) for sums in (outcome.whole, outcome.parts))
+            if kind == "one" and whole and abs(parts - 2 * whole) <= outcome.tolerance * abs(whole):
+                return (
+                    f"The sum {key[0]!r} is {whole:g} for {_rows(sample)} and for each of two parts ({sample.sizes}): "
+                    "it does not depend on the rows, and would count once a micro-batch. Return wb.once(value) for "
+                    "what exists once a batch."
+                )
+        return ""
+
+    def _padded(self, sample: Sample, outcome: Outcome) -> str:
+        """Try the same parts padded as wide as the whole."""
+        try:
+            nest = Nest(sample.cut(sample.whole), self.options.get("whole", ()))
+            sides = [sorted(sample.whole.index(row) for row in part) for part in sample.parts]
+            wide = [nest.take(side) for side in sides]
+            again = self.trial.compare([nest.batch], iter(wide), even=False)
+        except (SplitError, *USER_ERRORS):
+            return ""
+        if not again.adds_up:
+            return ""
+        return (
+            f"{_rows(sample)} give another gradient in two parts ({sample.sizes}), relatively {outcome.gradient:.2g} "
+            "apart, and the same one if the parts are padded as wide as the whole: the model or the loss makes "
+            "something of padding. Mask it in both: an attention_mask for the model, wb.mean(values, mask) for the "
+            "loss."
+        )
+
+    def _moved(self, sample: Sample, outcome: Outcome) -> str:
+        moved = [each for each in outcome.moved if each.kind != "generator"]
+        if not moved or self.trial.repeat(sample, carry=True).adds_up:
+            return ""
+        names = ", ".join(f"{each.name!r} ({each.kind})" for each in moved[:3])
+        more = f" and {len(moved) - 3} more" * (len(moved) > 3)
+        return (
+            f"A micro-batch moves {names}{more}, and the next one depends on it: {_rows(sample)} give another gradient "
+            f"in two parts ({sample.sizes}), relatively {outcome.gradient:.2g} apart. What moves once a batch belongs "
+            'after the step (after_step=); verify="never" goes on as a plain loop would.'
+        )
+
+    def _bent(self, sample: Sample, outcome: Outcome) -> str:
+        """Find something that acts on the size of a gradient, which is provisional until the window has counted."""
+        again = self._safely(sample, even=True) if outcome.provisional else None
+        if again is None or not again.adds_up:
+            return ""
+        return (
+            f"The gradient of {_rows(sample)} is not half as large if it begins half as large (relatively "
+            f"{outcome.gradient:.2g} apart): a hook or a backward of its own clips it, rounds it, or adds to it. It "
+            "would be shown gradients over a provisional number of items, as the batch's is known at the end. State "
+            "that beforehand: items=lambda micro_batch: ..., what its loss is averaged over (its rows, its tokens)."
+        )
+
+    def _gradient_only(self, sample: Sample, outcome: Outcome) -> str:
+        if outcome.loss > outcome.tolerance:
+            return ""
+        return (
+            f"The loss of {_rows(sample)} adds up over two parts ({sample.sizes}), its gradient does not (relatively "
+            f"{outcome.gradient:.2g} apart): a hook or a backward of its own acts on the gradient of a micro-batch "
+            "otherwise than on its rows, as clipping does, or rows meet where only the gradient shows it. Clip after "
+            "the window (wb.Step(max_grad_norm=...)), and return all that is to be minimised as part of the loss."
+        )
+
+    def _met(self, sample: Sample, outcome: Outcome) -> str:
+        return (
+            f"{_rows(sample)} are not the sum of their parts ({sample.sizes}): losses {outcome.loss:.2g} apart, "
+            f"gradients {outcome.gradient:.2g}. Rows meet in the model or in the loss function, by statistics of the "
+            "micro-batch or pairs of its rows. wb.find_coupling(model, loss_fn, batch) says where; a loss over all "
+            'rows takes wb.coupled_backward; verify="never" goes on as a plain loop would.' + _or_stated(outcome)
+        )
+
+    def _own_cut(self) -> str:
+        if not self._ready_made:
+            return ""
+        return (
+            " (The micro-batches of this window were cut by the proof alone: if rows in them belong together, lay "
+            'them on one row, such as (pairs, 2, ...), or pass verify="never".)'
+        )
+
+
+def _refuse_steps(outcome: Outcome) -> None:
+    """Raise if parameters have moved although nobody has stepped; they are back where they were.
+
+    Raises:
+        InexactError: naming the first.
+    """
+    moved = [each.name for each in outcome.moved if each.kind == "parameter"]
+    if moved:
+        raise InexactError(
+            f"One forward and backward moves {len(moved)} parameters (first: {moved[0]!r}): something steps inside, as "
+            "optimizers in the backward pass do, so each micro-batch would be stepped with by itself. Take the "
+            "hook or the step away, and step after wb.backward, or use wb.Step; a teacher or an average that follows "
+            "the model belongs after the step (after_step=)."
+        )
+
+
+def _is_final(error: BaseException, sample: Sample) -> bool:
+    """Tell whether an error is the answer: one of ours, on more than one row."""
+    return isinstance(error, WholeBatchError) and not (
+        isinstance(error, LossError) and min(map(len, sample.parts)) == 1
+    )
+
+
+def _or_stated(outcome: Outcome) -> str:
+    """What else it may be where the loss function divides by itself, which nobody can do again."""
+    for key, kind in outcome.whole.schema.terms:
+        if kind == "one":
+            return (
+                f" Or the sum {key[0]!r} was divided by something of the micro-batch: what is a mean over n items is "
+                "wb.from_mean(loss, items=n)."
+            )
+        if key in outcome.stated:
+            return (
+                f" Or the mean was divided by something else than the {float(outcome.whole.counts[key]):g} items that "
+                "are stated for these rows, such as labels that are not ignored: wb.from_mean(loss, items=n) with that "
+                "number."
+            )
+    return ""
+
+
+def _rows(sample: Sample) -> str:
+    named = "" if sample.layout == "rows" else f" ({sample.layout})"
+    return f"{len(sample.whole)} rows{named}"
+
+
+def _words(sample: Sample, outcome: Outcome) -> str:
+    extra = " on BatchNorm's running statistics," if outcome.batch_norms else ""
+    fixed = ", random draws held still" if outcome.seen else ""
+    return (
+        f"verified on {_rows(sample)}:{extra} whole and in two parts ({sample.sizes}) gradients agree to "
+        f"{outcome.gradient:.0e}, losses to {outcome.loss:.0e}, items exactly{fixed}"
+    )

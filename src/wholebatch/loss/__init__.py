@@ -1,0 +1,3 @@
+"""What a loss function returns, what it is divided by, and where its backward begins."""
+
+from __future__ import annotations

@@ -1,0 +1,116 @@
+"""What the answers of a window's micro-batches must have in common to be parts of one loss."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from wholebatch.errors import LossError
+from wholebatch.loss.flags import Flags
+from wholebatch.loss.graphs import ignored_targets
+from wholebatch.loss.terms import Answer, Count, Mean, TermKey
+
+CLOSE = {torch.float64: 1e-9}
+"""How far apart, relative, a value that exists once may come out in two micro-batches, where not 1e-5."""
+
+
+class Forms:
+    """Looks whether the answers of a window fit together: the same terms, the same values where they exist once.
+
+    Attributes:
+        named: whether the terms have names; None before the first.
+        flags: what a device has yet to say.
+    """
+
+    def __init__(self) -> None:
+        self.named: bool | None = None
+        self.flags = Flags()
+        self._pattern: tuple[tuple[str, float | None], ...] = ()
+
+    def check(self, answer: Answer) -> None:
+        """Note an answer.
+
+        Raises:
+            LossError: if its terms cannot be told apart from an earlier answer's, or if it counts ignored targets in.
+        """
+        if not answer.terms:
+            return
+        pattern = () if answer.named else tuple((_kind(t), _number(t.weight)) for t in answer.terms.values())
+        if self.named is not None and (answer.named, pattern) != (self.named, self._pattern):
+            self._refuse(answer.named, pattern)
+        self.named, self._pattern = answer.named, pattern
+        for key, term in answer.terms.items():
+            if _kind(term) == "shape" and isinstance(term.source, torch.Size):
+                for some in ignored_targets(term):
+                    self.flags.add(some, partial(_ignored, key, term.count))
+
+    def compare(self, key: TermKey, first: Tensor, term: Mean) -> None:
+        """Look whether a value that exists once per batch is the same in another micro-batch.
+
+        Raises:
+            LossError: if it is not.
+        """
+        now = term.total.detach()
+        near = torch.isclose(
+            now, first.to(now.device, now.dtype), rtol=CLOSE.get(now.dtype, 1e-5), atol=1e-12, equal_nan=True
+        )
+        self.flags.add(~near, partial(_differs, key, first, now))
+
+    def _refuse(self, named: bool, pattern: tuple[tuple[str, float | None], ...]) -> None:
+        before, now = _described(bool(self.named), self._pattern), _described(named, pattern)
+        name = "Name them: return {'ce': a, 'aux': 0.1 * b}."
+        if before != now:
+            raise LossError(
+                f"The loss function returned {before} for an earlier micro-batch and {now} for this one, so its terms "
+                f"cannot be told apart. {name}"
+            )
+        was, found = next((b, n) for b, n in zip(self._pattern, pattern, strict=True) if b != n)
+        raise LossError(
+            f"The loss function returned a term without a name that was {_one(was)} for an earlier micro-batch and "
+            f"is {_one(found)} for this one. Whether that is one term or two cannot be known, and their denominators "
+            f"differ. {name} Under the same name they are one term."
+        )
+
+
+def _kind(term: Mean) -> str:
+    return "shape" if term.kind == "bare" else term.kind
+
+
+def _number(weight: Count) -> float | None:
+    return weight if isinstance(weight, float) else None
+
+
+def _one(part: tuple[str, float | None]) -> str:
+    kind, weight = part
+    how = {
+        "shape": "a mean of all values",
+        "weights": "a mean by weights",
+        "count": "a sum with a count",
+        "one": "a total",
+        "once": "a value that exists once",
+    }.get(kind, f"a mean over {kind}")
+    return f"{how} with a weight that is a tensor" if weight is None else f"{how} times {weight:g}"
+
+
+def _described(named: bool, pattern: tuple[tuple[str, float | None], ...]) -> str:
+    return "a dict of terms" if named else f"a sum of {len(pattern)} terms" if len(pattern) > 1 else "one term"
+
+
+def _differs(key: TermKey, first: Tensor, now: Tensor) -> str:
+    return (
+        f"The term {key[0]!r} was returned as wb.once(value), but its value differs between micro-batches: "
+        f"{first.item():g} and {now.item():g}. It is computed from their rows (or draws), and only the first would "
+        "count. A mean over rows is wb.mean(values) or wb.from_mean(loss, items=n), a sum wb.total(values); what needs "
+        "all rows at once is for wb.coupled_backward."
+    )
+
+
+def _ignored(key: TermKey, count: Count) -> str:
+    return (
+        f"The loss values of the term {key[0]!r} are a cross entropy with ignored targets, for which "
+        f'reduction="none" gives zeros: their mean over all {float(count):g} values would count these in. Use '
+        "wb.losses.cross_entropy(logits, labels), or wb.mean(values, labels != ignore_index). To divide by all of them "
+        "on purpose: wb.Mean(values.sum(), values.numel())."
+    )

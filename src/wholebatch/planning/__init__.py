@@ -1,0 +1,3 @@
+"""What a batch takes before it runs: memory, time, and the arithmetic of its sizes."""
+
+from __future__ import annotations

@@ -1,0 +1,3 @@
+"""What the ranks of a window tell each other, and how gradients travel between them."""
+
+from __future__ import annotations

@@ -1,0 +1,445 @@
+"""One check: the same batch by `backward` and by the plain reading, and all that lies between.
+
+1. The whole batch is read on a copy of the model, in double precision and in the model's own.
+2. `backward` runs on the model itself, which is then put back as it was.
+3. Gradients, items, loss, and what has moved are compared; a difference is explained.
+4. With draws on, the micro-batches are run again with the draws they made.
+"""
+
+from __future__ import annotations
+
+import math
+import pickle
+import random
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from wholebatch.batch.sizes import Auto, Size, Tokens
+from wholebatch.batch.tree import Nest
+from wholebatch.batch.window import MicroBatch, Window, micro_batches_of
+from wholebatch.errors import SplitError, WholeBatchError
+from wholebatch.first_window.draws import FixedDraws, uncompiled
+from wholebatch.gradient.preconditions import refuse_inexact
+from wholebatch.gradient.separable import LossFunction
+from wholebatch.model.state import State
+from wholebatch.options import Options
+from wholebatch.verify import causes
+from wholebatch.verify.comparison import Comparison, compare, errors_of, joined
+from wholebatch.verify.copies import copied
+from wholebatch.verify.explaining import FOREIGN, Case, bent_by_hooks, explain, where_rows_meet
+from wholebatch.verify.finding import Finding
+from wholebatch.verify.gluing import Unlike, glued
+from wholebatch.verify.reference import OtherName, Reference, plain_gradient, rows_or_one, terms_in, whole_micro_batches
+from wholebatch.verify.running import Ran, Stage, over_ranks, several_ranks, shares, together
+from wholebatch.verify.watching import Replayed, Seen, checkpoints_heard
+
+# What one rounding at the end of a sum costs, with room for the sums inside a model.
+ROUNDING = {torch.float64: 1e-12, torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 1e-2}
+
+ROUGH = {torch.float64: 1e-6, torch.float32: 1e-2}
+"""How far a model's own precision may be from double precision for a comparison to show anything."""
+
+NOISE = 1e-12
+"""A gradient that is this much smaller than the loss is zero, up to the rounding of double precision."""
+
+
+class Measurement:
+    """One check; :meth:`take` fills the attributes that a report is made of."""
+
+    def __init__(self, model: nn.Module, loss_fn: LossFunction, batch: Any, size: Size, options: Options) -> None:
+        self.stage = Stage(model, loss_fn, batch, size, options)
+        self.loss_fn, self.batch, self.size_wanted, self.options = loss_fn, batch, size, options
+        self.plain, self.wrapped = self.stage.plain, isinstance(model, DistributedDataParallel)
+        self.names, self.collate = options.get("whole", ()), options.get("collate")
+        cut = self.cut()
+        refuse_inexact(self.stage.survey, cut, options, isinstance(size, Auto))
+        self.rows = [micro_batch.index for micro_batch in cut]
+        self.dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+        self.notes: list[str] = []
+        self.findings: list[Finding] = []
+        self.not_shown: list[str] = []
+        self.carried: list[str] = []
+        self.comparable = True
+        self.size = Comparison(math.inf, 0.0, 0.0)
+        self.tolerance, self.own_error, self.by_parameter = ROUNDING.get(self.dtype, 2e-6), 0.0, dict[str, float]()
+        self.micro_batches = len(cut)
+        self.reading: dict[str, Any] = {}
+
+    def cut(self) -> list[MicroBatch]:
+        """Return the micro-batches that `backward` will run."""
+        return micro_batches_of(self.batch, self.size_wanted, whole=self.names, collate=self.collate)
+
+    def take(self) -> Measurement:
+        """Measure, compare, explain; leave everything as it was."""
+        if several_ranks() > 1 and not self.wrapped:
+            self.notes.append(
+                f"The model is not wrapped, though there are {several_ranks()} ranks: compared with this rank's own "
+                "share of the batch."
+            )
+        try:
+            with uncompiled(), checkpoints_heard() as heard:
+                with FixedDraws() as steady:
+                    whole = self.untouched()
+                    self.truth, own = together(lambda: self.truths(whole), self.wrapped)
+                    self.answers()
+                self.say_draws(sorted(steady.seen))
+                ran = self.ours()
+                if ran is not None:
+                    with FixedDraws():
+                        self.compare(ran, own)
+                    self.with_draws(bool(steady.seen))
+            if heard and self.truth.missing:
+                self.findings.append(causes.lost_in_checkpoint(self.truth.missing))
+        finally:
+            self.stage.back()
+        self.tell_missing()
+        return self
+
+    def truths(self, whole: Sequence[Any]) -> tuple[Reference, Reference | None]:
+        """Return the plain reading in double precision, and in the model's own as a yardstick of rounding."""
+        self.whole = whole[0] if len(whole) == 1 else None
+        try:
+            truth = self.read(whole)
+        except torch.OutOfMemoryError:
+            self.whole = None
+            self.not_shown.append(
+                "The whole batch does not fit into memory, so the other side ran one row at a time, and rows that meet "
+                "do not show: give a smaller batch."
+            )
+            cut = micro_batches_of(self.batch, 1, whole=self.names, collate=self.collate)
+            truth = self.read([micro_batch.load() for micro_batch in cut])
+        if self.dtype == torch.float64 or self.reading["dtype"] != torch.float64 or truth.micro_batches != 1:
+            return truth, None
+        reading = {**self.reading, "dtype": self.dtype}
+        try:
+            return truth, plain_gradient(self.stage.model, self.loss_fn, whole, **reading)
+        except FOREIGN:
+            return truth, None
+        finally:
+            self.stage.back()
+
+    def untouched(self) -> list[Any]:
+        """Return the whole batch as it is, over all ranks; in several micro-batches where these can't be put side by
+        side.
+        """
+        own = shares(lambda: whole_micro_batches(self.batch, self.names, self.collate), self.wrapped)
+        if not self.wrapped or len(own) < 2:
+            return own
+        try:
+            return [glued(own, self.names)]
+        except Unlike:
+            return own
+
+    def read(self, micro_batches: Sequence[Any]) -> Reference:
+        """Read micro-batches plainly: in double precision on a copy, or else as nearly so as the code allows."""
+        refused: Exception | None = None
+        for dtype, in_place in dict.fromkeys([(torch.float64, False), (self.dtype, False), (self.dtype, True)]):
+            self.reading = {"dtype": dtype, "in_place": in_place, "outside": self.stage.outside}
+            try:
+                truth = plain_gradient(self.stage.model, self.loss_fn, micro_batches, **self.reading)
+            except torch.OutOfMemoryError:
+                raise
+            except (OtherName, *FOREIGN) as error:
+                if isinstance(error, WholeBatchError):
+                    raise
+                refused = refused or error
+            else:
+                if dtype != torch.float64:
+                    self.notes.append(
+                        f"The whole batch was read in {dtype}, as it can't be in float64: {_why(refused)}."
+                    )
+                return truth
+            finally:
+                self.stage.back()
+        raise refused or RuntimeError("There is no way to read the batch.")
+
+    def answers(self) -> None:
+        """Run one micro-batch twice, draws held still: what answers otherwise has a state, or draws by itself."""
+        cut = self.cut()
+        if not cut:
+            return
+        try:
+            start, others = State(self.plain, buffers=False), _other_draws()
+            first = self.number(cut[0])
+            moved = self.stage.before.moved()
+            again = self.number(cut[0])
+            drew = _other_draws() != others or any(each.kind == "generator" for each in moved)
+            self.stage.back()
+            self.number(cut[0])
+            start.restore_random()
+            same_draws = self.number(cut[0])
+        except (*FOREIGN, WholeBatchError):  # `backward` will say it better
+            return
+        finally:
+            self.stage.back()
+        state = [each.name for each in moved if each.kind != "generator"]
+        if not self.apart(first, again):
+            self.carried = [each.name for each in moved if each.kind in ("frozen parameter", "value", "tensor")]
+        elif drew and (not state or not self.apart(first, same_draws)):
+            self.comparable = False
+            self.not_shown.append(
+                "Draws that can't be held still (NumPy, Python's random, a generator of one's own): the same rows give "
+                f"{first:.6g}, then {again:.6g}. Draw with torch, or with the batch, to have them compared."
+            )
+        elif state:
+            self.findings.append(causes.unstable(first, again, state))
+        else:
+            self.comparable = False
+            self.not_shown.append(
+                f"The same rows give {first:.6g}, then {again:.6g}, and nothing that was found explains it: draws of "
+                "code of its own, or a state that nobody else can see."
+            )
+
+    def number(self, micro_batch: MicroBatch) -> float:
+        """Return one number that stands for all that the loss function says of a micro-batch."""
+        device = next((parameter.device for parameter in self.plain.parameters()), None)
+        terms = terms_in(self.loss_fn(self.plain, copied(micro_batch.load(), None, device)), bare=True)
+        return sum(float(term.total.detach()) for term in terms.values())
+
+    def apart(self, one: float, other: float) -> bool:
+        """Tell whether two losses differ by more than the order of additions explains."""
+        if math.isnan(one) and math.isnan(other):
+            return False
+        return not abs(one - other) <= 4 * ROUNDING.get(self.dtype, 2e-6) * max(abs(one), abs(other))
+
+    @property
+    def meets(self) -> bool:
+        """Whether micro-batches run stage by stage, so that they can't be run again one by one."""
+        several = self.micro_batches > 1 or self.wrapped  # all ranks alike, whatever their shares
+        return several and (self.options.get("batch_norm") or "").startswith("exact")
+
+    def ours(self) -> Ran | None:
+        """Run `backward` with draws held still, and note what it does besides; None if the user's code fails in it."""
+        on = self.stage.copy() if self.meets else None
+        try:
+            if on is not None:
+                self.stage.run(on)  # what is captured of a model with draws held still would serve for nothing else
+            with FixedDraws():
+                ran = self.stage.run(on)
+        except FOREIGN as error:
+            if isinstance(error, WholeBatchError):
+                raise
+            self.findings.append(causes.fails_in_micro_batches(error, [len(index) for index in self.rows]))
+            return None
+        moved = [each.name for each in ran.moved if each.kind == "parameter"]
+        if ran.watched.cleared:
+            self.findings.append(causes.cleared())
+        if ran.watched.added:
+            self.findings.append(causes.goes_backward())
+        if moved or ran.stepped:
+            self.findings.append(causes.weights_moved(moved, ran.stepped))
+        if ran.written:
+            self.findings.append(causes.batch_written(ran.written))
+        elif ran.taken:
+            self.notes.append(
+                f"The loss function takes things out of the caller's batch, or adds some: {ran.taken[0]}."
+            )
+        return ran
+
+    def compare(self, ran: Ran, own: Reference | None) -> None:
+        """Hold gradient, items, loss and buffers of both sides against each other."""
+        truth, count = self.truth, ran.result.micro_batches
+        self.micro_batches = count
+        self.size = compare(*joined(ran.gradients, truth.gradients))
+        self.by_parameter = errors_of(ran.gradients, truth.gradients)
+        if own is not None:
+            self.own_error = compare(*joined(own.gradients, truth.gradients)).error
+        rounding = ROUNDING.get(self.dtype, 2e-6) * math.sqrt(max(count, 4)) / 2
+        self.tolerance = max(rounding, 2 * self.own_error)
+        micro_batches = shares(lambda: ran.micro_batches, self.wrapped)
+        if any(over_ranks(bool(self.findings) or not self.comparable, self.wrapped)):
+            return
+        if self.is_nothing(ran):
+            self.findings.append(causes.nothing(truth))
+        elif not all(bool(gradient.isfinite().all()) for gradient in truth.gradients.values()):
+            self.not_shown.append("The gradient of the whole batch is not finite, so nothing can be compared with it.")
+        elif not self.size.error <= self.tolerance:
+            self.explain(ran, micro_batches)
+        else:
+            self.say_rounding()
+            self.compare_the_rest(ran, own)
+            self.compare_what_hooks_see(ran, micro_batches)
+
+    def say_rounding(self) -> None:
+        """Where the whole batch itself is far from double precision, agreement to within that shows nothing."""
+        if self.own_error > ROUGH.get(self.dtype, 0.1):
+            self.not_shown.append(
+                f"In {self.dtype} the whole batch in one micro-batch is {self.own_error:.1g} away from double "
+                f"precision, and "
+                "no difference below that can be seen: check in float64, or with another batch."
+            )
+
+    def is_nothing(self, ran: Ran) -> bool:
+        """Tell whether both gradients are zero, or what rounding leaves of it beside a loss of this size."""
+        ours, truth = (float(vector.norm()) for vector in joined(ran.gradients, self.truth.gradients))
+        size = self.truth.size
+        return truth <= NOISE * size and ours <= 10 * ROUNDING.get(self.dtype, 2e-6) * size
+
+    def compare_the_rest(self, ran: Ran, own: Reference | None) -> None:
+        """Where the gradients agree, look at what was reported of them, and at what else has moved."""
+        truth = self.truth
+        whole = [n for (_, place), n in truth.counts.items() if not isinstance(ran.result.items, dict) or not place]
+        loss, room = float(ran.result.loss), 10 * self.tolerance * max(truth.size, abs(float(truth.loss)))
+        room += 4 * abs(float(own.loss) - float(truth.loss)) if own is not None else 0.0
+        if causes.counts_differ(ran.items, whole):
+            self.findings.append(causes.miscounted(whole, ran.items, self.size))
+        elif not abs(loss - float(truth.loss)) <= room:
+            self.findings.append(causes.another_loss(loss, float(truth.loss)))
+        missing = [name for name in ran.missing if bool(truth.gradients[name].any())]
+        if missing:
+            self.findings.append(causes.none_here(missing, self.size))
+        moved = self.other_buffers(ran)
+        if moved and self.options.get("batch_norm") not in ("micro", "pooled", "exact-per-rank"):
+            self.findings.append(causes.other_buffers(moved))
+        if truth.micro_batches > 1 and (self.micro_batches > 1 or self.wrapped):
+            self.look_for_coupling()
+
+    def compare_what_hooks_see(self, ran: Ran, micro_batches: Sequence[Any]) -> None:
+        """Show hooks the plain reading of the same micro-batches: what they see must not depend on how it is
+        divided.
+        """
+        if not ran.seen.sums or self.wrapped or self.findings:
+            return
+        seen = Seen()
+        try:
+            plain_gradient(self.stage.model, self.loss_fn, micro_batches, observe=seen.on, **self.reading)
+        except (*FOREIGN, OtherName):
+            self.not_shown.append("What hooks are shown of gradients: the micro-batches can't be read one by one.")
+            return
+        finally:
+            self.stage.back()
+        names = ran.seen.apart(seen, max(10 * self.tolerance, 1e-9))
+        if names:
+            self.findings.append(causes.shown_otherwise(names))
+
+    def other_buffers(self, ran: Ran) -> list[str]:
+        """Name the buffers that stand elsewhere than after the whole batch."""
+        pairs = [(name, ran.buffers[name], after) for name, after in self.truth.buffers.items() if name in ran.buffers]
+        near = max(1e-4 if self.dtype != torch.float64 else 1e-9, 10 * self.tolerance)
+        return [
+            name
+            for name, ours, whole in pairs
+            if ours.shape == whole.shape and not torch.allclose(ours, whole, near, near, equal_nan=True)
+        ]
+
+    def explain(self, ran: Ran, micro_batches: Sequence[Any]) -> None:
+        """Name the cause, if one explains the measurement."""
+        scales = (1.0, 1e6)
+        bent = bent_by_hooks(self.plain, self.truth.gradients, scales) if self.micro_batches > 1 else []
+        self.stage.back()
+        if bent:
+            self.findings.append(causes.hooked(bent, self.size))
+            return
+        case = Case(
+            model=self.stage.model,
+            loss_fn=self.loss_fn,
+            micro_batches=micro_batches,
+            whole=self.whole,
+            truth=self.truth,
+            ours=ran.gradients,
+            size=self.size,
+            tolerance=self.tolerance,
+            rows=() if self.wrapped or isinstance(self.batch, Window) else self.rows,
+            padded=self.as_wide,
+            names=self.names,
+            reading=self.reading,
+            back=self.stage.back,
+        )
+        self.findings.append(explain(case))
+
+    def as_wide(self) -> list[Any] | None:
+        """Make the same micro-batches padded as in the whole batch; None where no padding was taken off."""
+        size = self.size_wanted.start if isinstance(self.size_wanted, Auto) else self.size_wanted
+        if isinstance(self.batch, Window) or self.wrapped or self.whole is None:
+            return None
+        if not (isinstance(size, Tokens) or self.collate):
+            return None
+        try:
+            whole = Nest(self.whole, () if self.collate else self.names)
+            return [whole.take(index) for index in self.rows]
+        except SplitError:  # made by collate=, and not of rows
+            return None
+
+    def look_for_coupling(self) -> None:
+        """Ask by experiment whether rows meet, where the reference, too, had to run in micro-batches."""
+        self.notes.append(
+            f"The reference ran in {self.truth.micro_batches} micro-batches, in which rows of different "
+            f"micro-batches can't meet."
+        )
+        examples = shares(lambda: whole_micro_batches(self.batch, self.names, self.collate), self.wrapped)
+        largest = max(examples, key=rows_or_one)
+        if rows_or_one(largest) < 2:
+            self.not_shown.append("Whether rows of different micro-batches meet: they can't be joined, nor exchanged.")
+            return
+        found = where_rows_meet(self.plain, self.loss_fn, largest, self.names, self.meets)
+        self.stage.back()
+        if found is not None:
+            amount = (
+                "found by exchanging rows; how much it matters is hidden, as the reference ran in micro-batches too"
+            )
+            self.findings.append(causes.meeting(found, amount, 0.1))
+
+    def say_draws(self, seen: Sequence[str]) -> None:
+        """Note what draws, and where that can't be held still."""
+        if not seen:
+            return
+        drawn = ", ".join(seen[:4])
+        if self.options.get("batch_norm") == "exact-lock-step":
+            self.comparable = False
+            self.not_shown.append(
+                f"The model draws random numbers ({drawn}), which can't be held still in the threads of lock-step. "
+                'Choose batch_norm="exact", or check without them.'
+            )
+        else:
+            self.notes.append(f"The model draws random numbers ({drawn}): they were held still on both sides.")
+
+    def with_draws(self, draws: bool) -> None:
+        """Run the micro-batches again with the draws they made: the window must be their sum."""
+        idle = not draws or self.meets or isinstance(self.size_wanted, Auto)
+        if any(over_ranks(idle or bool(self.findings) or bool(self.not_shown), self.wrapped)) or self.wrapped:
+            return
+        ran = self.stage.run()
+        if any(each.kind == "generator" for each in ran.moved):
+            return  # one of the user's own, which nobody set back at the beginning of each micro-batch
+        starts = [call.start for call in ran.watched.calls[-ran.result.micro_batches :]]
+        reading = {**self.reading, "dtype": self.dtype}
+        try:
+            again = plain_gradient(self.stage.model, Replayed(self.loss_fn, starts), ran.micro_batches, **reading)
+        finally:
+            self.stage.back()
+        size = compare(*joined(ran.gradients, again.gradients))
+        if not size.error <= max(4 * self.tolerance, 1e-5 if self.dtype != torch.float64 else 0.0):
+            self.findings.append(causes.other_with_draws(size))
+        else:
+            self.notes.append("With draws on, the window is the sum of its micro-batches run again with their draws.")
+
+    def tell_missing(self) -> None:
+        """Note what moves without being read, and parameters that nobody gives a gradient."""
+        missing = self.truth.missing
+        if missing:
+            self.notes.append(
+                f"{len(missing)} parameters require a gradient and get none, in the whole batch either (first: "
+                f"{missing[0]!r}): the loss does not use them, or uses them without a graph."
+            )
+        if self.carried:
+            self.notes.append(
+                f"{len(self.carried)} places move with each call of the loss function (first: {self.carried[0]!r}), "
+                f"so {self.micro_batches} times in this window; the loss did not change with them here."
+            )
+
+
+def _why(refused: Exception | None) -> str:
+    if isinstance(refused, OtherName):
+        return "the loss function reaches the model by another name than its argument"
+    return " ".join(str(refused).split())[:120] or type(refused).__name__
+
+
+def _other_draws() -> bytes:
+    """The random state that torch does not know."""
+    numpy = sys.modules.get("numpy")
+    return pickle.dumps((random.getstate(), None if numpy is None else numpy.random.get_state()))
