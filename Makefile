@@ -64,7 +64,7 @@ clean:
 	@touch $@
 
 .venv/.run: .venv/.torch pyproject.toml
-	$(PIP) $(PINNED) --editable .
+	$(PIP) $(PINNED) --editable '.[train]'
 	@touch $@
 
 .venv/.dev: .venv/.torch pyproject.toml

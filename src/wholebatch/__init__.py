@@ -6,7 +6,10 @@ takes the place of ``loss.backward()``; everything else here is a companion of t
 
 from __future__ import annotations
 
-from wholebatch import doctor, losses, norms
+import importlib
+import typing
+
+from wholebatch import losses, norms
 from wholebatch.batch.dealing import DealtBatches
 from wholebatch.batch.sizes import Auto, Tokens
 from wholebatch.batch.window import Window, windows
@@ -30,6 +33,9 @@ from wholebatch.policies import NominalBatch, scale_adam, scale_lr
 from wholebatch.step import Step, StepResult
 from wholebatch.verify.checking import Check, check
 from wholebatch.verify.coupling import Coupling, find_coupling
+
+if typing.TYPE_CHECKING:
+    from wholebatch import doctor
 
 __version__ = "0.1.0"
 
@@ -72,3 +78,10 @@ __all__ = [
     "total",
     "windows",
 ]
+
+
+def __getattr__(name: str) -> typing.Any:
+    """Load the doctor when it is first asked for: a training loop does without it."""
+    if name == "doctor":
+        return importlib.import_module("wholebatch.doctor")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -25,8 +25,8 @@ wholebatch: train on the batch you meant, on the memory you have.
   wholebatch train [CONFIG.yaml] [flags]   train; without flags, a language model on Python's own docstrings
   wholebatch train --resume RUN            go on with a run that was stopped or killed
   wholebatch train --help                  every flag
-  wholebatch plan [CONFIG.yaml] [flags]    what a step will take: the largest micro-batch that fits, time and memory by
-  part wholebatch doctor SCRIPT [ARGS]          watch a training loop of any kind and say what is wrong with its sums
+  wholebatch plan [CONFIG.yaml] [flags]    what a step will take: the largest micro-batch, time and memory by part
+  wholebatch doctor SCRIPT [ARGS]          watch a training loop of any kind and say what is wrong with its sums
   wholebatch env                           what to paste into a report of a problem
   wholebatch --version
 """

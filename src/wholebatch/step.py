@@ -18,9 +18,9 @@ from wholebatch.batch.sizes import Auto, Size, is_number, whole_entry
 from wholebatch.errors import LossError, NonFiniteError, plainly
 from wholebatch.gradient.coupled import Coupled, accumulate_coupled, checked_for_all_rows
 from wholebatch.gradient.separable import LossFunction, Pending, Result, accumulate
-from wholebatch.loss.terms import Count
+from wholebatch.loss.counts import Count, precise
 from wholebatch.model.flat_gradients import Buffers
-from wholebatch.model.gradients import Gradients, all_or_nothing, precise
+from wholebatch.model.gradients import Gradients, all_or_nothing
 from wholebatch.options import STEP, Options, checked, checked_scaler
 
 VERSION = 1

@@ -34,7 +34,7 @@ from tests.oracle import (
 
 SITUATIONS = {repr(situation): situation for situation in [*REPORTED, *KINDS] if situation.wrapped}
 in_every_situation = pytest.mark.parametrize("name", SITUATIONS)
-UNUSED = ("FrozenAndUnused", "UsedInOnePiece")
+UNUSED = ("FrozenAndUnused", "UsedInOneMicroBatch")
 """Situations in which a rank may not reach every parameter, so that the wrapper must look for them."""
 
 
@@ -113,7 +113,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", ["TokenMeans", "IgnoredPiece", "TokensAndSequences", "EqualByChance", "SkippedLast"])
+@pytest.mark.parametrize(
+    "name", ["TokenMeans", "IgnoredMicroBatch", "TokensAndSequences", "EqualByChance", "SkippedLast"]
+)
 @pytest.mark.parametrize("settings", SETTINGS)
 def test_every_setting_of_the_wrapper_gives_it(two_ranks: Ranks, name: str, settings: str) -> None:
     reference = reference_of(name)
@@ -748,7 +750,15 @@ def test_a_plain_loop_reduces_shards_with_every_micro_batch(two_ranks: Ranks) ->
         assert reductions == 3
 
 
-SHARDED = ["TokenMeans", "IgnoredPiece", "RowWeights", "PolicyValueEntropy", "SumAndMean", "SkippedLast", "WideSpread"]
+SHARDED = [
+    "TokenMeans",
+    "IgnoredMicroBatch",
+    "RowWeights",
+    "PolicyValueEntropy",
+    "SumAndMean",
+    "SkippedLast",
+    "WideSpread",
+]
 
 
 def sharded_situation(name: str, first: int, sync: Any) -> Any:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import wholebatch as wb
 from tests.oracle import assert_same_gradient, whole_batch
-from wholebatch.batchnorm import programs
+from wholebatch.batchnorm import program_cache
 from wholebatch.model.memory import SavedBytes, _Saved
 from wholebatch.model.state import State
 
@@ -105,7 +105,7 @@ def test_what_other_threads_draw_is_not_set_back_by_a_window_that_draws_nothing(
 
 def test_two_threads_capture_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """Capturing has warnings and logs of the whole process for a while; each thread's gradient is right."""
-    inside, most, made = [0], [0], programs._made
+    inside, most, made = [0], [0], program_cache._made
 
     def watched(*given: Any) -> Any:
         inside[0] += 1
@@ -115,7 +115,7 @@ def test_two_threads_capture_one_after_the_other(monkeypatch: pytest.MonkeyPatch
         finally:
             inside[0] -= 1
 
-    monkeypatch.setattr(programs, "_made", watched)
+    monkeypatch.setattr(program_cache, "_made", watched)
     models = [normed(seed) for seed in range(2)]
 
     def run(model: nn.Module) -> None:

@@ -17,7 +17,7 @@ from tests.oracle import Gradients, assert_differs, assert_same_gradient, whole_
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
-from tests import test_integrations_transformers as alone  # noqa: E402
+from tests.integrations import test_transformers as alone  # noqa: E402
 from wholebatch.integrations.transformers import exact  # noqa: E402
 
 pytestmark = [pytest.mark.distributed, pytest.mark.filterwarnings("ignore::DeprecationWarning")]

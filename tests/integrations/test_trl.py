@@ -18,7 +18,7 @@ datasets = pytest.importorskip("datasets")
 tokenizers = pytest.importorskip("tokenizers")
 transformers = pytest.importorskip("transformers")
 
-from tests import test_integrations_transformers as plain  # noqa: E402
+from tests.integrations import test_transformers as plain  # noqa: E402
 from wholebatch.integrations.transformers import exact  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")

@@ -16,7 +16,7 @@ from tests.train.test_tasks import folder_with_a_model, sentences, small  # noqa
 from wholebatch.model.memory import SavedBytes
 from wholebatch.planning.amounts import bytes_in, in_bytes
 from wholebatch.planning.planner import parts_of
-from wholebatch.train import Config, ConfigError, RunError, learner, train
+from wholebatch.train import Config, ConfigError, RunError, train, trainer
 from wholebatch.train.machine import room
 from wholebatch.train.task import Tally
 from wholebatch.train.text import Text
@@ -150,14 +150,14 @@ def test_bytes_are_said_in_the_unit_that_suits_them() -> None:
 def test_auto_begins_small_unless_memory_is_limited(texts: Path) -> None:  # noqa: F811
     settings, cpu = lean(texts, "auto"), torch.device("cpu")
     task = Text(settings)
-    start = learner.size_of(settings, task, cpu)
+    start = trainer.size_of(settings, task, cpu)
     assert isinstance(start, wb.Auto) and start.size == task.size
     for limited, device in ((replace(settings, memory="1GiB"), cpu), (settings, torch.device("cuda"))):
-        start = learner.size_of(limited, task, device)
+        start = trainer.size_of(limited, task, device)
         assert isinstance(start, wb.Auto) and isinstance(start.size, wb.Tokens)
         assert start.size.budget == 24 * 64
     fixed = replace(settings, micro_batch_size=3)
-    assert learner.size_of(fixed, Text(fixed), cpu) == 3
+    assert trainer.size_of(fixed, Text(fixed), cpu) == 3
 
 
 def test_a_row_counts_in_its_last_micro_batch_only(texts: Path) -> None:  # noqa: F811

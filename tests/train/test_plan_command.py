@@ -44,9 +44,9 @@ def test_arithmetic_alone_says_micro_batches_words_and_rates() -> None:
 
 
 def test_arithmetic_builds_no_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    from wholebatch.train import plan_command as advice
+    from wholebatch.train import plan_command
 
-    monkeypatch.setattr(advice, "TASKS", {})
+    monkeypatch.setattr(plan_command, "TASKS", {})
     assert said(Question(batch_size=8, micro_batch_size=4)).startswith(
         "batch         batch 8 = 4 rows x 2 micro-batches\n"
     )

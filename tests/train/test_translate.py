@@ -93,7 +93,7 @@ def test_the_arithmetic_is_said_with_every_remainder(call: dict[str, int], expec
 def test_the_numbers_that_are_said_add_up_to_the_batch(batch: int, rows: int) -> None:
     said = arithmetic(batch, rows).split(" = ")[1]
     formula = said.replace("micro-batch of ", "* ").replace(" x ", " * ")
-    for word in ("rows", "row", "pieces", "piece"):
+    for word in ("rows", "row", "micro-batches", "micro-batch"):
         formula = formula.replace(word, "")
     assert eval(formula) == batch
 

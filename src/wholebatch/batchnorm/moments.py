@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from wholebatch.loss.terms import Count
+from wholebatch.loss.counts import Count
 
 
 class Moments(NamedTuple):

@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 
 from wholebatch.batchnorm.moments import Moments, merged, moments_of
-from wholebatch.loss.terms import Count
+from wholebatch.loss.counts import Count
 
 Statistic = tuple[Any, ...]
 """Numbers and small tensors; NamedTuples keep their type."""

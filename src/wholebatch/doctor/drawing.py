@@ -64,7 +64,7 @@ def row(window: Window, y: float, unit: float) -> Iterator[str]:
     for place, micro_batch in enumerate(micro_batches[:MOST_MICRO_BATCHES]):
         width = size_of(micro_batch) * unit
         lost = any(micro_batch is other for other in window.lost)
-        yield box(x, y, width - 2, 22, "lost" if lost else "piece", hint_of(micro_batch, lost))
+        yield box(x, y, width - 2, 22, "lost" if lost else "micro-batch", hint_of(micro_batch, lost))
         if width > 26:
             yield text(x + width / 2 - 1, y + 15, f"{size_of(micro_batch):g}", "label" if lost else "inside", "middle")
         x += width
@@ -100,7 +100,7 @@ def effective_batch(stories: Sequence[Story]) -> str:
     parts = [text(LABEL - 8, 20, f"{highest:g} items", "label", "end"), text(LABEL - 8, 120, "0", "label", "end")]
     for place, (window, total) in enumerate(zip(steps, totals, strict=True)):
         height = 105 * total / highest
-        kind = "lost" if window.skipped else "piece"
+        kind = "lost" if window.skipped else "micro-batch"
         hint = f"step {window.number + 1}: {total:g} items in {window.length} micro-batches"
         parts.append(box(LABEL + place * wide, 120 - height, wide - 3, height, kind, hint))
     return svg(130, parts, "Items per optimizer step")

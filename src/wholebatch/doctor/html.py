@@ -26,7 +26,7 @@ pre { background: color-mix(in srgb, var(--line) 40%, transparent); padding: .5r
 .out { color: var(--red) } .into { color: var(--green) } code { font-size: .9em }
 svg { width: 100%; height: auto; font: 12px system-ui, sans-serif }
 text { fill: var(--ink) } .label { fill: var(--soft) } .inside { fill: #fff; font-size: 11px }
-.micro_batch { fill: var(--blue) } .lost { fill: var(--line); stroke: var(--red); stroke-dasharray: 3 2 }
+.micro-batch { fill: var(--blue) } .lost { fill: var(--line); stroke: var(--red); stroke-dasharray: 3 2 }
 .error { fill: var(--red) } .clip { fill: var(--red) } .rightclip { fill: var(--green) } .epoch { fill: var(--amber) }
 """
 

@@ -31,6 +31,7 @@ from wholebatch.first_window.trial import Trial
 from wholebatch.first_window.watch import Unwatched, watch_for
 from wholebatch.gradient.out_of_memory import Record, Recovery, Redo
 from wholebatch.gradient.preconditions import refuse_foreign, refuse_inexact, refuse_moved
+from wholebatch.loss.counts import Count
 from wholebatch.loss.denominators import (
     Denominators,
     Divisors,
@@ -43,7 +44,7 @@ from wholebatch.loss.denominators import (
 from wholebatch.loss.flags import Flags
 from wholebatch.loss.seeds import Shares, weighted
 from wholebatch.loss.shapes import Shapes
-from wholebatch.loss.terms import Answer, Count, read
+from wholebatch.loss.terms import Answer, read
 from wholebatch.loss.totals import Sums, Tally, stated_sums
 from wholebatch.model.gradient_hooks import hooks_that_read
 from wholebatch.model.gradients import Gradients, all_or_nothing, foreign_leaves, reentrant

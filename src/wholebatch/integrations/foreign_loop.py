@@ -14,9 +14,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from wholebatch.errors import LossError
+from wholebatch.loss.counts import power_of_two
 from wholebatch.loss.terms import read
 from wholebatch.loss.totals import Sums, Tally
-from wholebatch.model.gradients import power_of_two, scale_
+from wholebatch.model.gradients import scale_
 
 
 def everywhere(value: Any) -> list[Any]:

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from wholebatch.errors import InexactError, LossError
+from wholebatch.loss.counts import Count, power_of_two, precise
 from wholebatch.loss.graphs import values_summed
-from wholebatch.loss.terms import Answer, Count, Mean, TermKey
+from wholebatch.loss.terms import Answer, Mean, TermKey
 from wholebatch.loss.totals import KNOWN, Sums
-from wholebatch.model.gradients import power_of_two, precise
 
 Divisors = dict[TermKey, Count]
 

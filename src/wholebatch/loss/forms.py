@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from wholebatch.errors import LossError
+from wholebatch.loss.counts import Count
 from wholebatch.loss.flags import Flags
 from wholebatch.loss.graphs import ignored_targets
-from wholebatch.loss.terms import Answer, Count, Mean, TermKey
+from wholebatch.loss.terms import Answer, Mean, TermKey
 
 CLOSE = {torch.float64: 1e-9}
 """How far apart, relative, a value that exists once may come out in two micro-batches, where not 1e-5."""

@@ -7,10 +7,10 @@ from torch import Tensor
 from torch.amp import GradScaler
 
 from wholebatch.errors import LossError
+from wholebatch.loss.counts import Count, precise
 from wholebatch.loss.denominators import Denominators, Divisors
-from wholebatch.loss.terms import Answer, Count, TermKey
+from wholebatch.loss.terms import Answer, TermKey
 from wholebatch.loss.totals import KNOWN
-from wholebatch.model.gradients import precise
 
 Seeds = list["Tensor | None"]
 

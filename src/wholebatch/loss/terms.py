@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from wholebatch.errors import LossError
+from wholebatch.loss.counts import Count, is_half
 
-Count: TypeAlias = "Tensor | float"
 TermKey: TypeAlias = "tuple[str | int, int]"
 
 FORMS = """A loss function returns one of:
@@ -300,11 +300,6 @@ def floating(value: object, name: str) -> Tensor:
         return value
     kind = f"a tensor of {value.dtype}" if isinstance(value, Tensor) else describe(value)
     raise LossError(f"'{name}' is {kind}; a loss needs a real floating-point tensor. {FORMS}")
-
-
-def is_half(tensor: Tensor) -> bool:
-    """Tell whether a tensor has fewer than 32 bits a number."""
-    return tensor.is_floating_point() and tensor.element_size() < 4
 
 
 def plain_count(count: object) -> Count:

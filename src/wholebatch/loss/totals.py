@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from wholebatch.errors import LossError, SyncError
+from wholebatch.loss.counts import Count
 from wholebatch.loss.flags import Flags
 from wholebatch.loss.forms import Forms
-from wholebatch.loss.terms import Answer, Count, Mean, TermKey, plain_count
+from wholebatch.loss.terms import Answer, Mean, TermKey, plain_count
 
 KNOWN = ("one", "once")
 """The kinds of terms whose denominator does not depend on the batch."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -16,7 +15,7 @@ from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 
 from wholebatch.errors import LossError
-from wholebatch.loss.terms import Count, is_half
+from wholebatch.loss.counts import Count, is_half, precise
 from wholebatch.model.inspection import Survey
 
 Mark: TypeAlias = "dict[int, tuple[tuple[Tensor | None, int], tuple[Tensor | None, int]]]"
@@ -440,11 +439,6 @@ def _shards_of(tensor: Any) -> tuple[Any, ...]:
     return tuple(tensor.device_mesh.get_group(i) for i, place in enumerate(placements) if place.is_shard())
 
 
-def precise(device: torch.device) -> torch.dtype:
-    """Name the widest floating-point type of a device."""
-    return torch.float32 if device.type == "mps" else torch.float64
-
-
 def gradient_dtype(parameter: Tensor) -> torch.dtype:
     """Name the dtype of a parameter's gradient: its own, unless ``grad_dtype`` says another (torch 2.10 and newer)."""
     said: torch.dtype | None = getattr(parameter, "grad_dtype", None)
@@ -453,14 +447,6 @@ def gradient_dtype(parameter: Tensor) -> torch.dtype:
 
 def _bits(dtype: torch.dtype) -> int:
     return 8 * dtype.itemsize
-
-
-def power_of_two(number: Count) -> Count:
-    """Round up to a power of two of at least 1: a divisor that costs no digit."""
-    if isinstance(number, Tensor):
-        power = torch.exp2(torch.ceil(torch.log2(number.abs().clamp(min=1.0))))
-        return torch.where(power.isfinite(), power, 1.0)
-    return 2.0 ** math.ceil(math.log2(max(abs(number), 1.0))) if math.isfinite(number) else 1.0
 
 
 def device_of(model: nn.Module) -> torch.device | None:

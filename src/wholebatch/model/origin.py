@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-OWN = str(Path(__file__).resolve().parent)
+OWN = str(Path(__file__).resolve().parents[1])
 
 STANDARD = sys.stdlib_module_names - {"__main__"}
 

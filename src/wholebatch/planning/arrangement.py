@@ -43,7 +43,7 @@ class Arrangement:
             )
             return f"{self.shared_out}{limit}"
         full, rest = divmod(self.shares[0], self._rows)
-        cut = f"{counted(self._rows, 'row')} x {counted(full, 'piece')}"
+        cut = f"{counted(self._rows, 'row')} x {counted(full, 'micro-batch')}"
         cut += f" + 1 micro-batch of {counted(rest, 'row')}" if rest else ""
         return f"batch {self.batch_size} = {f'({cut})' if rest and self.ranks > 1 else cut}{self._over_ranks}"
 
@@ -65,6 +65,11 @@ class Arrangement:
     def micro_batches(self) -> int:
         """Micro-batches of the rank with most rows."""
         return -(-self.shares[0] // self._rows)
+
+    @property
+    def pieces(self) -> int:
+        """The former name of `micro_batches`."""
+        return self.micro_batches
 
     @property
     def remainder(self) -> int:
@@ -137,4 +142,6 @@ class Arrangement:
 
 def counted(number: int, noun: str) -> str:
     """Say a number of things: "1 row", "4 rows"."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+    if number == 1:
+        return f"1 {noun}"
+    return f"{number} {noun}{'es' if noun.endswith('ch') else 's'}"

@@ -100,6 +100,11 @@ class Choice:
     seconds: float
     activations: float
 
+    @property
+    def pieces(self) -> int:
+        """The former name of `micro_batches`."""
+        return self.micro_batches
+
     def said(self, unit: str) -> str:
         """Say it in one line."""
         return (

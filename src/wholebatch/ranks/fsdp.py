@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from wholebatch.batch.tree import Nest, move
 from wholebatch.batch.window import MicroBatch
 from wholebatch.errors import SyncError
-from wholebatch.loss.terms import is_half
+from wholebatch.loss.counts import is_half
 from wholebatch.loss.totals import Sums
 from wholebatch.model.gradients import Gradients, device_of
 from wholebatch.model.state import State

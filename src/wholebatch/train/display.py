@@ -106,7 +106,7 @@ def header(unit: str) -> str:
         unit: what is counted in a second: tokens or rows.
     """
     return (
-        f"{'step':>11}{'loss':>9}{'lr':>10}{'grad norm':>11}{'micro-batches x rows':>15}{'padding':>9}{unit + '/s':>10}"
+        f"{'step':>11}{'loss':>9}{'lr':>10}{'grad norm':>11}{'micro-batches':>15}{'padding':>9}{unit + '/s':>10}"
         f"{'memory':>10}{'left':>9}"
     )
 

@@ -3,9 +3,27 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from typing import Any
 
 from wholebatch.train.errors import ConfigError
+
+# Each beside the name under which it is installed.
+NEEDED = {"numpy": "numpy", "rich": "rich", "safetensors": "safetensors", "tyro": "tyro", "yaml": "PyYAML"}
+
+
+def require_program() -> None:
+    """Look for everything that a run needs, before it begins.
+
+    Raises:
+        ConfigError: with the command that installs what is missing.
+    """
+    missing = [name for module, name in NEEDED.items() if importlib.util.find_spec(module) is None]
+    if missing:
+        raise ConfigError(
+            f"Training runs need {', '.join(missing)}, which the library alone does without. Install what they need "
+            'with: pip install "wholebatch[train]".'
+        )
 
 
 def require(module: str, extra: str, purpose: str) -> Any:

@@ -161,7 +161,7 @@ def _by_measuring(settled: Config, batch: Arrangement) -> Answer:
             ("model", f"{task.network}, on {in_words(device)}"),
             ("memory", _memory(found)),
         ],
-        ("way", "largest micro-batch", "pieces", "activations", "a step"),
+        ("way", "largest micro-batch", "micro-batches", "activations", "a step"),
         [_row(way, found) for way in found.measured],
         [("fastest", found.reason), ("use", f"wholebatch train {use}"), *_unweighed(found, device)],
         {"batch_size": batch.batch_size, "ranks": batch.ranks, **found.as_dict(), "use": use},

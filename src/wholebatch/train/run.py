@@ -16,8 +16,7 @@ from torch import nn
 
 import wholebatch as wb
 from wholebatch.batch.dealing import seed_of
-from wholebatch.train import checkpoint, display
-from wholebatch.train import translate as words
+from wholebatch.train import checkpoint, display, translate
 from wholebatch.train.checkpoint import Checkpoint
 from wholebatch.train.classify import Classify
 from wholebatch.train.config import Config, absolute, dump, plain
@@ -240,7 +239,7 @@ def _opened(config: Config, shown: Display, team: Team, held: ExitStack) -> Run:
     if config.resume is not None:
         return _resume(config, config.resume, shown, team, held)
     path = team.by_first(
-        lambda: interrupted_run(config.out, dump(absolute(replace(words.translate(config), out=None))))
+        lambda: interrupted_run(config.out, dump(absolute(replace(translate.translate(config), out=None))))
     )
     if path is None:
         return _begin(config, shown, team, held)
@@ -249,11 +248,11 @@ def _opened(config: Config, shown: Display, team: Team, held: ExitStack) -> Run:
 
 def _begin(config: Config, shown: Display, team: Team, held: ExitStack) -> Run:
     # Everything that can be refused is refused before the folder is made, so that a mistake leaves nothing behind.
-    settled = absolute(replace(words.translate(config), out=None))
+    settled = absolute(replace(translate.translate(config), out=None))
     learner = _learner(settled, team)
     path = team.by_first(lambda: RunFolder.create(config.out, settled, held).path)
     run = Run(settled, learner, RunFolder(path, team.first), shown)
-    _introduce(run, words.spoken(config))
+    _introduce(run, translate.spoken(config))
     run.measure_first()
     return run
 
@@ -309,7 +308,7 @@ def _introduce(run: Run, spoken: str) -> None:
     run.shown.note("model", task.network)
     size = run.learner.size
     rows, tokens = (size, None) if isinstance(size, int) else (None, size.budget)
-    batch = words.arithmetic(order.batch_size, rows, tokens=tokens)
+    batch = translate.arithmetic(order.batch_size, rows, tokens=tokens)
     if run.config.memory is not None:
         batch += f", smaller where {run.config.memory} would not do"
     run.shown.note("batch", f"{batch} (from {spoken})" if spoken else batch)

@@ -134,7 +134,7 @@ def _product(rows: int, micro_batches: int, ranks: int, batch: int | None) -> in
     found = rows * micro_batches * ranks
     if batch not in (None, found):
         raise ConfigError(
-            f"batch_size is {batch}, but {counted(rows, 'row')} x {counted(micro_batches, 'piece')} x "
+            f"batch_size is {batch}, but {counted(rows, 'row')} x {counted(micro_batches, 'micro-batch')} x "
             f"{counted(ranks, 'rank')} = {found}. Leave out the number of micro-batches: a batch of {batch} is "
             f"then cut into "
             f"micro-batches of {rows} exactly, with the remainder in a smaller one."

@@ -50,6 +50,11 @@ class Check:
     without_gradient: tuple[str, ...] = ()
 
     @property
+    def reference_pieces(self) -> int:
+        """The former name of `reference_micro_batches`."""
+        return self.reference_micro_batches
+
+    @property
     def verdict(self) -> Literal["exact", "not exact", "not shown"]:
         """Whether the gradient is the whole batch's: shown, refuted, or neither."""
         faults = [finding for finding in self.findings if finding.rule not in UNTRIED]
