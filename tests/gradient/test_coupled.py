@@ -70,6 +70,7 @@ def test_towers_may_be_encoded_together_or_one_after_another(encoder: Any, size:
     assert_same_gradient(model, reference)
     assert result.loss.item() == pytest.approx(reference.loss.item(), rel=1e-12)
     assert (result.rows, result.micro_batches) == (10, -(-10 // size))
+    assert sum(each.rows for each in result.sizes) == 10 and result.sizes[0].items == ()
 
 
 @pytest.mark.parametrize(("size", "passes"), [(10, 1), (5, 3), (3, 7)])

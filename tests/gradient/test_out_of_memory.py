@@ -333,14 +333,16 @@ def test_a_retry_without_undoing_is_wrong() -> None:
 def test_the_size_found_is_remembered_and_a_larger_one_is_tried_again() -> None:
     memory, auto = Memory(rows=4, place=0), wb.Auto(13)
     model = build("plain", memory, grads=False)
+    sizes = run(model, IDS, auto)[0].sizes
+    assert memory.failures == auto.failures == 2
+    assert [row for size in sizes for row in size.index] == list(range(13))
+    assert max(size.rows for size in sizes) == 4
     run(model, IDS, auto)
-    assert memory.failures == 2
-    run(model, IDS, auto)
-    assert memory.failures == 2
+    assert memory.failures == auto.failures == 2
     memory.rows = 13
-    sizes = [run(model, IDS, auto)[0].micro_batches for _ in range(300)]
-    assert sizes[0] == 4  # 13 and 7 did not fit, the larger half of 7 does
-    assert sizes[-1] == 1
+    counts = [run(model, IDS, auto)[0].micro_batches for _ in range(300)]
+    assert counts[0] == 4  # 13 and 7 did not fit, the larger half of 7 does
+    assert counts[-1] == 1
 
 
 def test_token_budgets_are_split_and_remembered() -> None:

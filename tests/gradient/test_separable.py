@@ -148,6 +148,36 @@ def test_a_term_may_be_missing_from_some_micro_batches() -> None:
     assert_same_gradient(model, whole_batch(model, whole, None))
 
 
+def test_each_micro_batch_says_its_rows_and_items() -> None:
+    def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, Any] | None:
+        out = model(batch[0]).square().mean(1)
+        masked = {"masked": wb.mean(out, batch[1])} if bool(batch[1][0]) else {}
+        return {"all": out} | masked if len(out) == 4 else None
+
+    sizes = wb.backward(Counted(), loss, (ROWS[:10], MASK[:10]), 4, verify="never").sizes
+    assert [list(size.index) for size in sizes[1:]] == [[4, 5, 6, 7], [8, 9]]
+    assert [size.rows for size in sizes] == [4, 4, 2]
+    items = [{str(name): float(count) for name, count in dict(size.items).items()} for size in sizes]
+    assert items == [{"all": 4, "masked": 0}, {"all": 4, "masked": 3}, {"all": 0, "masked": 0}]
+
+    lengths = [5, 1, 4, 2, 3]
+    tokens = wb.Tokens(6, length=int)
+    step = wb.Step(
+        model := nn.Linear(1, 1), torch.optim.SGD(model.parameters(), 0.1), by_length, tokens, collate=padded
+    )
+    sizes = step(lengths).sizes
+    assert sorted(row for size in sizes for row in size.index) == [0, 1, 2, 3, 4]
+    assert [float(size.items[0]) for size in sizes] == [sum(lengths[row] for row in size.index) for size in sizes]
+
+
+def padded(lengths: list[int]) -> Tensor:
+    return torch.tensor([[float(place < length) for place in range(max(lengths))] for length in lengths])
+
+
+def by_length(model: nn.Module, mask: Tensor) -> wb.Mean:
+    return wb.mean(model(mask[..., None]).squeeze(-1).square(), mask)
+
+
 def test_an_unnamed_sum_keeps_its_number_of_terms() -> None:
     def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Any:
         return two(model, batch) if bool(batch[1][0]) else one(model, batch)

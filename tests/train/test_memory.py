@@ -18,7 +18,6 @@ from wholebatch.planning.amounts import bytes_in, in_bytes
 from wholebatch.planning.planner import parts_of
 from wholebatch.train import Config, ConfigError, RunError, train, trainer
 from wholebatch.train.machine import room
-from wholebatch.train.task import Tally
 from wholebatch.train.text import Text
 
 KIB = 1024
@@ -87,7 +86,7 @@ def test_the_size_found_is_part_of_the_checkpoint(texts: Path) -> None:  # noqa:
 def test_a_fixed_micro_batch_that_does_not_fit_says_which_setting_helps(texts: Path) -> None:  # noqa: F811
     settings = lean(texts, "fixed", micro_batch_size=12)
     with pytest.raises(
-        RunError, match=r"Step 1 ran out of memory in a micro-batch of 12 rows: .*Leave micro_batch_size"
+        RunError, match=r"Step 1 ran out of memory in micro-batches of at most 12 rows: .*Leave micro_batch_size"
     ):
         run(replace(settings, memory=cap(settings, 0.05)))
 
@@ -97,7 +96,9 @@ def test_a_host_that_runs_out_of_memory_is_told_so_too(texts: Path, monkeypatch:
         raise MemoryError("Unable to allocate 7 TiB")
 
     monkeypatch.setattr(wb.Step, "__call__", fail)
-    with pytest.raises(RunError, match=r"Step 1 ran out of memory in a micro-batch of .*: Unable to allocate 7 TiB"):
+    with pytest.raises(
+        RunError, match=r"Step 1 ran out of memory in micro-batches of at most .*: Unable to allocate 7 TiB"
+    ):
         run(lean(texts, "fixed", micro_batch_size=12))
 
 
@@ -158,17 +159,6 @@ def test_auto_begins_small_unless_memory_is_limited(texts: Path) -> None:  # noq
         assert start.size.budget == 24 * 64
     fixed = replace(settings, micro_batch_size=3)
     assert trainer.size_of(fixed, Text(fixed), cpu) == 3
-
-
-def test_a_row_counts_in_its_last_micro_batch_only(texts: Path) -> None:  # noqa: F811
-    task = Text(lean(texts, "tally"))
-    tally, rows = Tally(task), list(task.train[:7])
-    for micro_batch in (rows[:4], rows[:2], rows[2:4], rows[4:]):
-        tally(micro_batch)
-    assert (tally.micro_batches, tally.retries) == ([2, 2, 3], 1)
-    assert tally.real == sum(len(row.tokens) for row in rows)
-    tally.reset()
-    assert (tally.micro_batches, tally.retries, tally.real, tally.padded) == ([], 0, 0, 0)
 
 
 def test_without_a_limit_there_is_room_for_everything() -> None:

@@ -273,6 +273,9 @@ class Auto:
     Args:
         start: rows, or `Tokens`.
 
+    Attributes:
+        failures: how often memory has run out.
+
     Raises:
         TypeError: for a start that is neither.
         ValueError: for a start below 1.
@@ -291,7 +294,7 @@ class Auto:
         self.start: int | Tokens = start
         self._limit = self._most
         self._stretch = 8
-        self._quiet = 0
+        self._quiet = self.failures = 0
 
     def __repr__(self) -> str:
         return f"Auto({self.start!r}, now {self._limit})"
@@ -319,6 +322,7 @@ class Auto:
         # Memory may have run out on less than the size: on a last micro-batch, or after others have taken their share.
         self._limit = -(-min(self._limit, failed or self._limit) // 2)  # the larger half, of which one is tried next
         self._quiet = 0
+        self.failures += 1
         self._stretch = min(2 * self._stretch, LONGEST_STRETCH)
         return self.size
 

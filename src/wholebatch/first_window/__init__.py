@@ -16,7 +16,6 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Hashable, Sequence
-from contextvars import ContextVar
 from typing import Any
 
 from torch import nn
@@ -33,9 +32,6 @@ logger.addHandler(logging.NullHandler())  # nothing is printed unless the user s
 
 PROVEN: weakref.WeakKeyDictionary[nn.Module, dict[Hashable, str]] = weakref.WeakKeyDictionary()
 """What has been said of each model's windows, for as long as the model lives."""
-
-TRYING: ContextVar[bool] = ContextVar("TRYING", default=False)
-"""Whether what is collated and run now is a trial: who counts micro-batches leaves it out."""
 
 
 def proven(trial: Trial, batch: Any, micro_batches: Sequence[MicroBatch], splits: bool = False) -> str:
@@ -66,14 +62,11 @@ def proven(trial: Trial, batch: Any, micro_batches: Sequence[MicroBatch], splits
     key = identity_of(trial.functions, trial.options, batch), state_of(trial.survey)
     if when == "first" and key in known:
         return known[key]
-    token = TRYING.set(True)
     try:
         known[key] = _shown(trial, batch, micro_batches)
     except NotTried as reason:
         known[key] = f"not verified: {reason}"
         logger.warning("%s is %s", type(trial.survey.model).__name__, known[key])
-    finally:
-        TRYING.reset(token)
     return known[key]
 
 

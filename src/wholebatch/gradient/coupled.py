@@ -33,7 +33,7 @@ from wholebatch.gradient.two_pass import Encode, Encoder, Turn, summed
 from wholebatch.loss.denominators import Provisional
 from wholebatch.loss.seeds import Shares
 from wholebatch.loss.terms import Answer, Mean, read
-from wholebatch.loss.totals import Sums, Tally
+from wholebatch.loss.totals import Sizes, Sums, Tally
 from wholebatch.model.gradients import Gradients, all_or_nothing, foreign_leaves
 from wholebatch.model.inspection import Survey
 from wholebatch.model.memory import is_out_of_memory, release, too_few_rows, words_of
@@ -266,7 +266,8 @@ class _Coupled:
         self.ranks.settle()
         self.ranks.reduce(self.gradients)
         self.ranks.conclude(self.gradients)
-        result = Result(**sums.report(self.survey.device), micro_batches=len(self.micro_batches), rows=rows)
+        sizes = Sizes(indices=[micro_batch.index for micro_batch in self.micro_batches])
+        result = Result(**sums.report(self.survey.device), micro_batches=len(sizes), rows=rows, sizes=sizes)
         return Pending(result, self.gradients, 1.0, sums.alive, tally.losses, tally.flags)
 
     def _loss(

@@ -45,7 +45,7 @@ from wholebatch.loss.flags import Flags
 from wholebatch.loss.seeds import Shares, weighted
 from wholebatch.loss.shapes import Shapes
 from wholebatch.loss.terms import Answer, read
-from wholebatch.loss.totals import Sums, Tally, stated_sums
+from wholebatch.loss.totals import Sizes, Sums, Tally, stated_sums
 from wholebatch.model.gradient_hooks import hooks_that_read
 from wholebatch.model.gradients import Gradients, all_or_nothing, foreign_leaves, reentrant
 from wholebatch.model.inspection import Survey
@@ -70,6 +70,8 @@ class Result:
         metrics: each metric's mean.
         micro_batches: how many micro-batches this rank ran.
         rows: how many rows this rank ran.
+        sizes: the rows and items of each of them, in the order in which they ran; empty where a schedule of torch's own
+            runs them, and without items where the loss is one of all rows.
         verified: what the first window has proven of windows like this one, or what could not be tried and why.
         without_gradient: names of the model's parameters that require a gradient and got none from this window.
 
@@ -82,6 +84,7 @@ class Result:
     metrics: dict[str, Tensor]
     micro_batches: int
     rows: int
+    sizes: Sizes = field(default_factory=Sizes, kw_only=True)
     verified: str = field(default="", kw_only=True)
     without_gradient: tuple[str, ...] = field(default=(), kw_only=True)
 
@@ -322,7 +325,8 @@ class _Run:
         if not sums.schema.terms and self.micro_batches:
             refuse_silence(self.loss_fn, self.survey, self._again())
         rows = sum(micro_batch.rows for micro_batch in self.micro_batches)
-        result = Result(**sums.report(self.device), micro_batches=micro_batches, rows=rows)
+        sizes = tally.sizes(sums.schema)
+        result = Result(**sums.report(self.device), micro_batches=micro_batches, rows=rows, sizes=sizes)
         return Pending(result, self.gradients, factor, sums.alive, tally.losses, tally.flags)
 
     def _run_micro_batches(
@@ -397,7 +401,7 @@ class _Run:
         said = self._said(micro_batch)
         self.shapes.note(said, micro_batch.rows, self.watched.micro_batch)
         self.watched.micro_batch = None
-        return tally.add(said)
+        return tally.add(said, micro_batch.index)
 
     def _again(self) -> Callable[[], Any] | None:
         """Say how to run the first micro-batch once more without a trace; None where other ranks would have to join."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, overload
 
 import torch
 from torch import Tensor
@@ -92,17 +92,21 @@ class Sums:
             total, weighted, denominator = self.totals[key], self.weighted[key], self.denominator(key, kind)
             means[key] = quotient(total, denominator)
             shares[key] = means[key] if weighted is total else quotient(weighted, denominator)
-        items = {key: _count(1.0 if kind in KNOWN else self.counts[key]) for key, kind in self.schema.terms}
         loss = _sum(list(shares.values())).clone() if shares else torch.zeros((), device=device)
         return {
             "loss": loss,
             "terms": self._as_returned(means, shares),
-            "items": self._as_returned(items),
+            "items": self.items(),
             "metrics": {
                 name: quotient(self.metrics[name][0], 1.0 if kind == "one" else self.metrics[name][1])
                 for name, kind in self.schema.metrics
             },
         }
+
+    def items(self) -> tuple[Tensor, ...] | dict[str, Tensor]:
+        """Return each term's items, in the form in which the loss function returned the terms."""
+        kinds = self.schema.terms
+        return self._as_returned({key: _count(1.0 if kind in KNOWN else self.counts[key]) for key, kind in kinds})
 
     def _as_returned(
         self, values: dict[TermKey, Tensor], shares: dict[TermKey, Tensor] | None = None
@@ -129,20 +133,82 @@ class _Noted(NamedTuple):
     items: Count
 
 
+@dataclass(frozen=True)
+class MicroBatchSize:
+    """What one micro-batch held.
+
+    Attributes:
+        index: which rows of the batch it took, or of the loader's own micro-batch where a window of these was cut.
+        items: each term's items in it, in the form of `Result.items`; 0 for a term that it did not have.
+    """
+
+    index: Sequence[int]
+    items: tuple[Tensor, ...] | dict[str, Tensor]
+
+    @property
+    def rows(self) -> int:
+        """How many rows it took."""
+        return len(self.index)
+
+
+class Sizes(Sequence[MicroBatchSize]):
+    """The sizes of a window's micro-batches, in the order in which they ran; made when they are asked for.
+
+    Example:
+        >>> import torch, wholebatch as wb
+        >>> model, rows = torch.nn.Linear(3, 1), torch.randn(10, 3)
+        >>> result = wb.backward(model, lambda model, x: model(x).square(), rows, micro_batch_size=4)
+        >>> [size.rows for size in result.sizes], [float(size.items[0]) for size in result.sizes]
+        ([4, 4, 2], [4.0, 4.0, 2.0])
+    """
+
+    def __init__(
+        self,
+        schema: Schema | None = None,
+        indices: Sequence[Sequence[int]] = (),
+        terms: Sequence[Mapping[TermKey, _Noted]] = (),
+    ) -> None:
+        self._schema, self._indices, self._terms = schema or Schema(), indices, terms
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+    @overload
+    def __getitem__(self, place: int) -> MicroBatchSize: ...
+    @overload
+    def __getitem__(self, place: slice) -> list[MicroBatchSize]: ...
+    def __getitem__(self, place: int | slice) -> MicroBatchSize | list[MicroBatchSize]:
+        """Return what one micro-batch held, or several."""
+        if isinstance(place, slice):
+            return [self[each] for each in range(len(self))[place]]
+        terms = self._terms[place] if self._terms else {}
+        counts = {key: terms[key].items if key in terms else 0.0 for key, _ in self._schema.terms}
+        return MicroBatchSize(self._indices[place], Sums(self._schema, counts=counts).items())
+
+    def __repr__(self) -> str:
+        return f"Sizes(rows={[len(index) for index in self._indices]})"
+
+
 class Tally:
     """Collects what the loss function says, micro-batch by micro-batch, without reading a number from the device."""
 
     def __init__(self) -> None:
+        self._indices: list[Sequence[int]] = []
         self._terms: list[dict[TermKey, _Noted]] = []
         self._metrics: list[dict[str, _Noted]] = []
         self._forms = Forms()
 
-    def add(self, answer: Answer | None) -> Answer | None:
+    def add(self, answer: Answer | None, index: Sequence[int] = ()) -> Answer | None:
         """Note one micro-batch's sums; return what of it is to be learned from.
+
+        Args:
+            answer: about the micro-batch.
+            index: which rows it took.
 
         Raises:
             LossError: if its terms do not fit those that were noted before.
         """
+        self._indices.append(index)
         if answer is None:
             self._terms.append({})
             return None
@@ -162,12 +228,16 @@ class Tally:
 
     def rewind(self, mark: tuple[int, int]) -> None:
         """Forget what has been noted since a mark."""
-        del self._terms[mark[0] :], self._metrics[mark[1] :]
+        del self._terms[mark[0] :], self._metrics[mark[1] :], self._indices[mark[0] :]
 
     @property
     def losses(self) -> list[list[Tensor]]:
         """Each micro-batch's totals."""
         return [[noted.total for noted in terms.values()] for terms in self._terms]
+
+    def sizes(self, schema: Schema) -> Sizes:
+        """Say what each micro-batch held, of the terms that the whole batch has."""
+        return Sizes(schema, self._indices, self._terms)
 
     def sums(self) -> Sums:
         """Add up what was noted."""

@@ -94,10 +94,9 @@ class Contrast(Task):
         loss = self.objective()
         wb.coupled_backward(model, loss.encode, loss.loss_fn, samples, size, collate=self.collate, sync="alone")
 
-    def count(self, micro_batch: Batch) -> tuple[int, int]:
+    def count(self, samples: Sequence[Any]) -> tuple[int, int]:
         """Return the pairs twice: there is no padding that counts."""
-        rows = len(next(iter(micro_batch.values())))
-        return rows, rows
+        return len(samples), len(samples)
 
     @torch.no_grad()
     def measure(self, model: nn.Module) -> dict[str, float]:

@@ -11,7 +11,6 @@ from typing import Any, TypeAlias
 from torch import Tensor, nn
 
 import wholebatch as wb
-from wholebatch.first_window import TRYING
 
 Batch: TypeAlias = "dict[str, Tensor]"
 Loss: TypeAlias = "wb.Mean | tuple[wb.Mean, dict[str, Tensor]]"
@@ -69,8 +68,8 @@ class Task(ABC):
         wb.backward(model, self.loss, samples, size, collate=self.collate, sync="alone")
 
     @abstractmethod
-    def count(self, micro_batch: Batch) -> tuple[int, int]:
-        """Return how many units of a micro-batch are real, and how many there are with padding."""
+    def count(self, samples: Sequence[Any]) -> tuple[int, int]:
+        """Return how many units of one micro-batch's rows are real, and how many there are with padding."""
 
     @abstractmethod
     def measure(self, model: nn.Module) -> dict[str, float]:
@@ -94,59 +93,6 @@ class Task(ABC):
 
     def export(self, folder: Path) -> None:  # noqa: B027 - most tasks add nothing
         """Write beside the weights what others need to open them."""
-
-
-class Tally:
-    """Collate, and count what the micro-batches of one step held.
-
-    A micro-batch that ran out of memory comes again in parts: of each row the last micro-batch counts.
-
-    Args:
-        task: collates and counts.
-
-    Attributes:
-        retries: how many micro-batches came again in parts.
-    """
-
-    def __init__(self, task: Task) -> None:
-        self.task = task
-        self.retries = self._number = 0
-        self._micro_batch_of: dict[int, int] = {}
-        self._held: dict[int, tuple[int, int, int]] = {}
-
-    def __call__(self, samples: list[Any]) -> Batch:
-        """Collate one micro-batch and count it."""
-        micro_batch = self.task.collate(samples)
-        if TRYING.get():  # the first window's trial, which is no part of the step
-            return micro_batch
-        for earlier in {self._micro_batch_of[id(sample)] for sample in samples if id(sample) in self._micro_batch_of}:
-            held = self._held.pop(earlier, None)
-            self.retries += held is not None and held[0] != len(samples)  # as a whole it comes for a second pass
-        number = self._number = self._number + 1
-        self._micro_batch_of.update((id(sample), number) for sample in samples)
-        self._held[number] = (len(samples), *self.task.count(micro_batch))
-        return micro_batch
-
-    def reset(self) -> None:
-        """Start counting a new step."""
-        self.retries = self._number = 0
-        self._micro_batch_of.clear()
-        self._held.clear()
-
-    @property
-    def micro_batches(self) -> list[int]:
-        """The rows of each micro-batch, in order."""
-        return [rows for rows, _, _ in self._held.values()]
-
-    @property
-    def real(self) -> int:
-        """Units of all micro-batches without padding."""
-        return sum(real for _, real, _ in self._held.values())
-
-    @property
-    def padded(self) -> int:
-        """Units of all micro-batches with padding."""
-        return sum(padded for _, _, padded in self._held.values())
 
 
 def digest(parts: Iterable[bytes]) -> str:

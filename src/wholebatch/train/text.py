@@ -74,10 +74,10 @@ class Text(Task):
         labels = micro_batch["labels"]
         return wb.losses.causal_lm(self.language.logits(model, micro_batch["tokens"], labels != IGNORED), labels)
 
-    def count(self, micro_batch: Batch) -> tuple[int, int]:
+    def count(self, samples: Sequence[Row]) -> tuple[int, int]:
         """Return real and padded tokens."""
-        labels = micro_batch["labels"]
-        return int((labels != IGNORED).sum()), labels.numel()
+        lengths = [len(sample.tokens) for sample in samples]
+        return sum(lengths), len(lengths) * max(lengths)
 
     @torch.no_grad()
     def measure(self, model: nn.Module) -> dict[str, float]:

@@ -23,7 +23,7 @@ from wholebatch.train.errors import ConfigError, RunError
 from wholebatch.train.machine import peak_memory_bytes, room
 from wholebatch.train.order import Order
 from wholebatch.train.processes import Team
-from wholebatch.train.task import Tally, Task
+from wholebatch.train.task import Task
 from wholebatch.train.translate import DEFAULT_BATCH
 
 
@@ -91,7 +91,6 @@ class Learner:
             self.model.parameters(), lr=config.lr or task.peak_lr, betas=(0.9, 0.95), weight_decay=config.weight_decay
         )
         self.schedule = LambdaLR(self.optimizer, Rate(config.warmup, self.steps, config.schedule == "cosine"))
-        self.tally = Tally(task)
         self.step = wb.Step(
             shared,
             self.optimizer,
@@ -99,7 +98,7 @@ class Learner:
             micro_batch_size=size_of(config, task, self.device),
             max_grad_norm=config.max_grad_norm,
             scheduler=self.schedule,
-            collate=self.tally,
+            collate=task.collate,
             offload=config.offload,
         )
         self.taken = 0
@@ -108,6 +107,12 @@ class Learner:
     def rows(self) -> int:
         """How many rows the steps so far held, over all processes."""
         return self.order.rows_before(self.taken)
+
+    @property
+    def _failures(self) -> int:
+        """How often memory has run out on a micro-batch, which then came again in parts."""
+        size = self.step.micro_batch_size
+        return size.failures if isinstance(size, wb.Auto) else 0
 
     @property
     def size(self) -> int | wb.Tokens:
@@ -122,7 +127,7 @@ class Learner:
             RunError: if the loss or the gradient is not finite, or memory runs out; the weights are those before it.
         """
         batch = self._batch(self.taken)
-        self.tally.reset()
+        before = self._failures
         begun = time.perf_counter()
         try:
             with self.room():
@@ -135,7 +140,10 @@ class Learner:
             raise RunError(self._out_of_memory(error)) from error
         seconds = time.perf_counter() - begun
         self.taken += 1
-        counted = self.team.total(result.rows, self.tally.real, self.tally.padded, self.tally.retries)
+        units = [self.task.count([batch[row] for row in size.index]) for size in result.sizes]
+        counted = self.team.total(
+            result.rows, sum(u for u, _ in units), sum(u for _, u in units), self._failures - before
+        )
         rows, real, padded, retries = map(int, counted)
         return {
             "step": self.taken,
@@ -147,7 +155,7 @@ class Learner:
             "stepped": result.stepped,
             "reason": result.reason,
             "rows": rows,
-            "pieces": self.tally.micro_batches,
+            "pieces": [size.rows for size in result.sizes],
             "retries": retries,
             "tokens": real,
             "padding": 1 - real / padded,
@@ -202,11 +210,11 @@ class Learner:
         step = f"Step {self.taken + 1}"
         if isinstance(error, wb.OutOfMemoryError):
             return f"{step} could not be taken. {error} Of these, --checkpoint, --offload and --context are flags here."
-        rows = counted(([*self.tally.micro_batches] or [0])[-1], "row")
+        size = self.size
+        held = counted(size, "row") if isinstance(size, int) else f"{size.budget} padded {self.task.unit}"
         return (
-            f"{step} ran out of memory in a micro-batch of {rows}: {words_of(error)} Leave micro_batch_size and "
-            f"max_tokens "
-            "out, and such a micro-batch is split; or choose a smaller one."
+            f"{step} ran out of memory in micro-batches of at most {held}: {words_of(error)} Leave micro_batch_size "
+            "and max_tokens out, and such a micro-batch is split; or choose a smaller one."
         )
 
     def _batch(self, step: int) -> Sequence[Any]:
