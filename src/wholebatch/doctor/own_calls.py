@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,12 +12,10 @@ from torch import Tensor, nn
 from wholebatch import step
 from wholebatch.doctor.graph import terms_of
 from wholebatch.doctor.patching import Call, Listener, Wrapping
+from wholebatch.doctor.recorder import Recorder
 from wholebatch.doctor.trace import Backward, Term
 from wholebatch.gradient import coupled
 from wholebatch.gradient import separable as gradient
-
-if TYPE_CHECKING:
-    from wholebatch.doctor.recorder import Recorder
 
 
 class LibraryCall:

@@ -22,27 +22,23 @@ from wholebatch.doctor.trace_json import read, written
 class Watched:
     """A function that runs watched in a process of its own, and leaves its trace in a folder."""
 
-    def __init__(self, function: Callable[..., Any], folder: str, steps: int) -> None:
-        self.function = function
-        self.folder = folder
-        self.steps = steps
+    def __init__(self, function: Callable[..., Any], folder: str, watch: Callable[[], Any]) -> None:
+        self.function, self.folder, self.watch = function, folder, watch
 
     def __call__(self, *args: Any) -> None:
         """Run the function, watched; its own error stays its own."""
-        from wholebatch.doctor.watch import watch
-
         with contextlib.ExitStack() as stack:
-            seen = stack.enter_context(watch(self.steps))
+            seen = stack.enter_context(self.watch())
             stack.push(lambda *error: save(seen.trace, Path(self.folder)))
             self.function(*args)
             seen.trace.complete = True
 
 
-def around_processes(folder: str, steps: int, wrapping: Wrapping) -> None:
-    """Let processes started by `torch.multiprocessing` watch themselves."""
+def around_processes(folder: str, watch: Callable[[], Any], wrapping: Wrapping) -> None:
+    """Let processes started by `torch.multiprocessing` watch themselves, each in the context that `watch` makes."""
 
     def start(call: Call) -> Any:
-        call.exchange(0, "fn", Watched(call.given(0, "fn"), folder, steps))
+        call.exchange(0, "fn", Watched(call.given(0, "fn"), folder, watch))
         return call.run()
 
     wrapping.function(mp, "start_processes", start)

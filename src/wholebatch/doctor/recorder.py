@@ -7,7 +7,7 @@ import inspect
 import math
 import time
 import weakref
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from wholebatch.doctor.first_window import Exhibit
 from wholebatch.doctor.graph import terms_of
 from wholebatch.doctor.lineage import Rows, leaves, mark, marks_below, path_of
-from wholebatch.doctor.own_calls import LibraryCall
 from wholebatch.doctor.parameters import Parameters
 from wholebatch.doctor.trace import Average, Backward, Clip, Collective, Event, Forward, Optimizer, Scaler, Step, Trace
 from wholebatch.doctor.weight_averages import AverageSwitch, AverageWatch
@@ -28,6 +27,16 @@ IGNORED_LABEL = -100
 
 class StopWatching(BaseException):
     """Enough steps were seen: the watched script ends here. No `Exception`, so that no loop swallows it."""
+
+
+class OwnCall(Protocol):
+    """A call of this library that is going on: its backwards are no events of the loop, but are told to it."""
+
+    def listen(self, roots: Any) -> None:
+        """Read what a backward begins from."""
+
+    def close(self) -> None:
+        """Note that the gradient of its window is complete."""
 
 
 class Recorder:
@@ -51,7 +60,7 @@ class Recorder:
         self.hunted = False
         self.rows = Rows()
         self.batch: tuple[int, int] | None = None
-        self.call: LibraryCall | None = None
+        self.call: OwnCall | None = None
         self.exhibit = exhibit
 
     # Events

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import tempfile
 import time
 from collections.abc import Iterator
@@ -83,7 +84,7 @@ def watch(steps: int = 0, reference: LossFunction | None = None) -> Iterator[See
     seen = Seen(recorder, reference)
     started = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="wholebatch-doctor-") as folder, installed(recorder):
-        around_processes(folder, steps, wrapping)
+        around_processes(folder, functools.partial(watch, steps), wrapping)
         try:
             yield seen
             recorder.trace.complete = recorder.trace.error is None

@@ -37,6 +37,10 @@ TEXT_BYTES = 2048
 """How much of an error the other ranks get to read."""
 
 
+MARKS = (131, 8191)
+"""The bases of the two hashes by which ranks compare what their sums are named."""
+
+
 class Status(IntEnum):
     """How a rank comes to the agreement."""
 
@@ -110,9 +114,7 @@ class Ranks:
         """The parameters that the wrapper was told to leave out: every rank has its own, with a gradient of its own."""
         return []
 
-    def agree(
-        self, status: Status, sums: Sums, number: float = 0.0, micro_batches: int = 0, apart: bool = False
-    ) -> Agreement:
+    def agree(self, status: Status, sums: Sums, number: float = 0.0, micro_batches: int = 0) -> Agreement:
         """Add sums up over ranks and learn how the others are.
 
         Raises:
@@ -216,15 +218,17 @@ class Peers(Ranks):
             scale_(gradients.held(alone), 1.0 / self.divides)
         self._let_interrupt()
 
-    def agree(
-        self, status: Status, sums: Sums, number: float = 0.0, micro_batches: int = 0, apart: bool = False
-    ) -> Agreement:
+    def agree(self, status: Status, sums: Sums, number: float = 0.0, micro_batches: int = 0) -> Agreement:
         """Add sums up over ranks and learn how the others are, in one small message."""
         if status is not Status.FAILED:
             self._let_interrupt()
         numbers = sums.numbers(sums.schema)
-        mark = float(hash_of(sums.schema))
-        common = torch.tensor([mark, mark * mark, number], dtype=torch.float64)
+        # Do all ranks describe their sums alike? Sums over w ranks must tell: w * sum(m^2) = sum(m)^2 if their marks m
+        # are equal, and only then (Cauchy and Schwarz). Marks have 20 bits, so that float64 keeps a single other one
+        # apart from rounding on thousands of ranks; two marks, so that equal ones are no chance.
+        marks = torch.tensor([float(hash_of(sums.schema, base)) for base in MARKS], dtype=torch.float64)
+        common = torch.cat([marks, marks.square(), torch.tensor([number], dtype=torch.float64)])
+        # What must be known of each rank by itself has a place for each in the sum, where all others add a zero.
         own = torch.zeros(2, self.world, dtype=torch.float64)
         own[:, self.rank] = torch.tensor([float(status), float(micro_batches)])
         body = torch.zeros(CAPACITY, dtype=torch.float64)
@@ -232,11 +236,13 @@ class Peers(Ranks):
         message = self.total(torch.cat([common, own.flatten(), body]))
         common, own, body = torch.split(message, [len(common), own.numel(), CAPACITY])
         statuses = [Status(int(each)) for each in own[: self.world].tolist()]
-        marks, squares, number = common.tolist()
+        marks, squares = common[:-1].view(2, len(MARKS))
+        number = float(common[-1])
         if Status.FAILED in statuses:
             self._fail(statuses)
             return Agreement(sums)
-        schema, alike = sums.schema, self.world * squares == marks * marks
+        schema, alike = sums.schema, bool((self.world * squares == marks.square()).all())
+        # From here on every branch depends on sums alone, so all ranks take the same one and meet again.
         if Status.RECOUNT not in statuses and not alike:
             schema = self._union(schema)
         if Status.RECOUNT not in statuses and (not alike or schema.size > CAPACITY):
@@ -346,11 +352,11 @@ class Peers(Ranks):
             raise SyncError(f"Rank {failed} failed in this window, so no rank may step. It said: {said}")
 
 
-def hash_of(schema: Schema) -> int:
-    """Reduce a description to 20 bits that are the same in every process."""
+def hash_of(schema: Schema, base: int) -> int:
+    """Reduce a description to 20 bits that are the same in every process, as Python's own hash of a text is not."""
     value = 0
     for letter in repr(schema):
-        value = (value * 131 + ord(letter)) % (1 << 20)
+        value = (value * base + ord(letter)) % (1 << 20)
     return value + 1
 
 

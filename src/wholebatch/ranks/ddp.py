@@ -45,7 +45,10 @@ class DataParallelRanks(Peers):
         self.travel = Travel.APART if model.static_graph else Travel.EVERY if every else Travel.LAST
 
     def _open(self) -> None:
+        # After its first backward DDP orders its buckets anew, in a collective inside of the next forward, which a rank
+        # without rows would leave out. Here all ranks are together.
         self._model.reducer._rebuild_buckets()
+        # Buffers are sent below, once a window; without this each forward that is not under no_sync would send them.
         self._model.require_forward_param_sync = False
         if self._model.find_unused_parameters:
             self._model.reducer._reset_state()  # else what earlier windows used, and never reduced, counts as used now
@@ -112,6 +115,9 @@ class DataParallelRanks(Peers):
 
     def arm(self, outputs: Sequence[Tensor]) -> None:
         """Make the backward from these outputs reduce all gradients."""
+        # The forwards ran under no_sync, so the reducer believes that it is not wanted. These two calls are what a
+        # forward outside of no_sync would have made of it: forget the last window, then look through the graph of the
+        # coming backward for parameters that it will not reach (they count as ready at once).
         self._armed, self._times = True, self._model.reducer.get_backward_stats()
         self._model.reducer.prepare_for_forward()
         self._model.reducer.prepare_for_backward(list(outputs))

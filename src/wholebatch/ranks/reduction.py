@@ -39,7 +39,7 @@ def ranks_of(survey: Survey, sync: Literal["last", "every", "alone"] = "last") -
     wrappers = {kind.__name__ for kind in kinds}
     if "FullyShardedDataParallel" in wrappers:
         raise SyncError(
-            "FullyShardedDataParallel keeps its parameters in flat micro-batches of its own. Shard the model with "
+            "FullyShardedDataParallel keeps its parameters in flat tensors of its own. Shard the model with "
             "torch.distributed.fsdp.fully_shard, its successor."
         )
     if "DataParallel" in wrappers:
