@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from wholebatch.first_window.draws import BatchNormWatch, FixedDraws, uncompiled
+from wholebatch.first_window.draws import FixedDraws, NormWatch, uncompiled
 
 ENCODER = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.3, batch_first=True)
 RECURRENT = nn.LSTM(4, 4, 2, dropout=0.3, batch_first=True)
@@ -98,6 +98,7 @@ NORMALISING = {
     "hidden": Hidden(),
     "without statistics": nn.BatchNorm1d(3, track_running_stats=False),
     "function": lambda x: F.batch_norm(x, None, None, training=True),
+    "torch's own": lambda x: torch.batch_norm(x, None, None, None, None, True, 0.1, 1e-5, False),
 }
 
 
@@ -106,7 +107,7 @@ def test_batch_norm_is_seen_wherever_it_stands_and_rows_do_not_meet_in_it(
     normalise: Callable[[Tensor], Tensor],
 ) -> None:
     rows = torch.randn(5, 3)
-    with BatchNormWatch() as watch:
+    with NormWatch(hold=True) as watch:
         whole, parts = normalise(rows), torch.cat([normalise(rows[:2]), normalise(rows[2:])])
     torch.testing.assert_close(parts, whole)
     assert len(watch.seen) == 3
@@ -114,7 +115,7 @@ def test_batch_norm_is_seen_wherever_it_stands_and_rows_do_not_meet_in_it(
 
 
 def test_layers_that_normalise_within_a_row_are_not_noted() -> None:
-    with BatchNormWatch() as watch:
+    with NormWatch(hold=True) as watch:
         nn.GroupNorm(1, 3)(torch.randn(5, 3))
         nn.InstanceNorm1d(3)(torch.randn(5, 3, 4))
         nn.BatchNorm1d(3).eval()(torch.randn(5, 3))

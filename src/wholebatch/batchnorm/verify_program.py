@@ -14,7 +14,8 @@ from wholebatch.batchnorm.capture import CaptureError
 from wholebatch.batchnorm.model_call import Call
 from wholebatch.batchnorm.operations import AnySize, Operation
 from wholebatch.batchnorm.partition import Program
-from wholebatch.first_window.watch import NormWatch
+from wholebatch.first_window.draws import NormWatch
+from wholebatch.model.comparison import distance
 from wholebatch.model.gradients import leaves_of
 from wholebatch.model.state import State
 
@@ -55,7 +56,7 @@ def compare(model: nn.Module, call: Call, program: Program) -> dict[str, int]:
         found = _probe(results, parameters)
         state.restore()
     for kind, ours, theirs in zip(("output", "gradient"), found, expected, strict=True):
-        difference = _distance(ours, theirs)
+        difference = distance(ours, theirs)
         if not difference <= TOLERANCE:
             raise CaptureError(
                 f"The captured graph's {kind} is {difference:.3g} away from the model's own, relatively. Custom "
@@ -107,12 +108,3 @@ def _probe(outputs: Sequence[Any], parameters: Sequence[Tensor]) -> tuple[list[T
         torch.zeros_like(p) if cast("Tensor | None", grad) is None else grad
         for p, grad in zip(parameters, grads, strict=True)
     ]
-
-
-def _distance(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> float:
-    if [t.shape for t in ours] != [t.shape for t in theirs]:
-        return float("inf")
-    apart = [torch.linalg.vector_norm((a - b).to_dense().double()) for a, b in zip(ours, theirs, strict=True)]
-    sizes = [torch.linalg.vector_norm(b.to_dense().double()) for b in theirs]
-    whole = float(torch.stack(sizes).norm()) if sizes else 0.0
-    return float(torch.stack(apart).norm()) / (whole or 1.0) if apart else 0.0

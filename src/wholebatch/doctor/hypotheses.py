@@ -6,7 +6,6 @@ A cause is named only if its gradient explains the measured one to rounding.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Iterator, Sequence
 from operator import itemgetter
 from typing import Any
@@ -16,12 +15,11 @@ from torch import Tensor, nn
 
 from wholebatch.batch.window import Window
 from wholebatch.doctor.first_window import Exhibit
-from wholebatch.verify.comparison import Comparison, compare, errors_of, joined
+from wholebatch.model.comparison import Comparison, compare, errors_of, joined, rounding_of, summed
 from wholebatch.verify.explaining import where_rows_meet
 from wholebatch.verify.finding import Change, Finding
 from wholebatch.verify.reference import Reference, plain_gradient, rows_or_one, whole_gradient, whole_micro_batches
 
-ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 3e-2}
 MOST_MICRO_BATCHES_MEANT = 128
 DRAWN = "The model draws random numbers: the reference ran in the loop's micro-batches with the loop's draws."
 
@@ -113,8 +111,8 @@ def measure(exhibit: Exhibit, loss_fn: Callable[[Any, Any], Any], world: int = 1
     whole = {name: truth.gradients[name] for name in names}
     measured, right = joined(exhibit.gradient, whole)
     size = compare(measured, right)
-    rounding = ROUNDING.get(next(iter(exhibit.gradient.values())).dtype, 1e-4)
-    tolerance = rounding * math.sqrt(max(len(micro_batches), 4)) / 2
+    rounding = rounding_of(next(iter(exhibit.gradient.values())).dtype)
+    tolerance = summed(rounding.loop, len(micro_batches))
     cause: Hypothesis | None = None
     residual = size.error
     if size.error > tolerance:

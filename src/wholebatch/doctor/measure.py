@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from wholebatch.doctor.weights import Division
-from wholebatch.verify.comparison import Comparison, compare
+from wholebatch.model.comparison import Comparison, compare
 
 
 def reweighed(division: Division) -> Comparison | None:

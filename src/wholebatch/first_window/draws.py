@@ -30,6 +30,9 @@ TORCH = Path(torch.__file__).parent
 DROPOUT_ARGUMENTS = ("dropout_p", "dropout")
 """What kernels that drop out inside call their probability, forward and backward."""
 
+TRAINING = 5
+"""Where every function of torch that normalises over the batch takes whether it is by the rows' own statistics."""
+
 Values = Callable[[Tensor], Tensor]
 
 
@@ -195,47 +198,57 @@ class FixedDraws(TorchDispatchMode):
         return given.mul_(noise) if function._schema.name.endswith("_") else given * noise
 
 
-class BatchNormWatch(TorchFunctionMode):
-    """Note every BatchNorm that would normalise by the rows it is given, and let it use its running statistics.
+class NormWatch(TorchFunctionMode):
+    """Note every call that normalises by the statistics of the rows it is given, registered as a layer or not.
 
     Sees the call, so it finds layers that no module has registered: a helper's, a class's, a bare function's.
 
+    Args:
+        hold: let each such call use its running statistics instead, those of an untrained layer where it has none.
+
     Attributes:
-        seen: where each such call was made.
+        seen: where each such call was made, and the running mean that it was given.
 
     Example:
-        >>> with BatchNormWatch() as watch:
+        >>> with NormWatch() as norms:
         ...     _ = torch.nn.BatchNorm1d(3)(torch.randn(4, 3))
-        >>> len(watch.seen)
+        >>> len(norms.seen)
         1
     """
 
-    def __init__(self) -> None:
+    def __init__(self, hold: bool = False) -> None:
         super().__init__()
-        self.seen: list[str] = []
+        self.seen: list[tuple[str, Tensor | None]] = []
+        self._hold = hold
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function is F.batch_norm:
-            return self._in_eval(*args, **(kwargs or {}))
-        return function(*args, **(kwargs or {}))
+        """Look at what is called, and go on."""
+        kwargs = kwargs or {}
+        if "batch_norm" in getattr(function, "__name__", "") and _given(args, kwargs, "training", TRAINING) is True:
+            place = 1 if function is F.batch_norm else 3  # torch's own functions take weight and bias before it
+            mean = _given(args, kwargs, "running_mean", place)
+            self.seen.append((place_of(sys._getframe(1)), mean))
+            if self._hold:
+                args, kwargs = _running(args, kwargs, place, mean)
+        return function(*args, **kwargs)
 
-    def _in_eval(
-        self,
-        input: Tensor,
-        running_mean: Tensor | None,
-        running_var: Tensor | None,
-        weight: Tensor | None = None,
-        bias: Tensor | None = None,
-        training: bool = False,
-        momentum: float = 0.1,
-        eps: float = 1e-5,
-    ) -> Tensor:
-        if training:
-            self.seen.append(place_of(sys._getframe(2)))
-        if training and running_mean is None:
-            width = input.shape[1]
-            running_mean, running_var = input.new_zeros(width), input.new_ones(width)
-        return F.batch_norm(input, running_mean, running_var, weight, bias, False, momentum, eps)
+
+def _given(args: Any, kwargs: dict[str, Any], name: str, place: int) -> Any:
+    return kwargs.get(name, args[place] if len(args) > place else None)
+
+
+def _running(args: Any, kwargs: dict[str, Any], place: int, mean: Tensor | None) -> tuple[Any, dict[str, Any]]:
+    """Change the arguments of a normalising call so that it uses running statistics."""
+    given: Tensor = _given(args, kwargs, "input", 0)
+    changed: dict[str, tuple[int, Any]] = {"training": (TRAINING, False)}
+    if mean is None:
+        width = given.shape[1]
+        changed |= {"running_mean": (place, given.new_zeros(width)), "running_var": (place + 1, given.new_ones(width))}
+    for name, (at, value) in changed.items():
+        args, kwargs = (
+            ((*args[:at], value, *args[at + 1 :]), kwargs) if len(args) > at else (args, {**kwargs, name: value})
+        )
+    return args, kwargs
 
 
 def place_of(frame: FrameType | None) -> str:

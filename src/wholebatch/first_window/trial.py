@@ -17,13 +17,14 @@ from torch.amp import GradScaler
 from wholebatch.batch.tree import Nest, move, rows_of
 from wholebatch.errors import SplitError
 from wholebatch.first_window.conduct import Watched
-from wholebatch.first_window.draws import BatchNormWatch, FixedDraws, uncompiled
+from wholebatch.first_window.draws import FixedDraws, NormWatch, uncompiled
 from wholebatch.first_window.sample import Sample
 from wholebatch.loss.denominators import Known, counted_divisors
 from wholebatch.loss.seeds import Shares
 from wholebatch.loss.shapes import Shapes
 from wholebatch.loss.terms import Answer, read
 from wholebatch.loss.totals import KNOWN, Sums, Tally
+from wholebatch.model.comparison import ON_DEVICES, rounding_of
 from wholebatch.model.gradient_hooks import hooks_that_read
 from wholebatch.model.gradients import Gradients, all_or_nothing, foreign_leaves, total_norm
 from wholebatch.model.inspection import Survey
@@ -32,12 +33,6 @@ from wholebatch.model.snapshot import Moved, Snapshot
 from wholebatch.model.state import State
 from wholebatch.options import Options
 from wholebatch.ranks.agreement import Ranks
-
-HALF = 5e-2
-ON_DEVICES = 5e-3
-ROUNDING = {torch.float64: 1e-8, torch.float32: 1e-4}
-"""How far whole and parts may lie apart: kernels choose other orders of addition for other numbers of rows, devices
-other precisions; faults lie above."""
 
 
 @dataclass
@@ -208,7 +203,7 @@ class Trial:
     @contextmanager
     def _held_still(self, alike: bool, outcome: Outcome) -> Iterator[FixedDraws]:
         """Set gradients aside, fix the draws, and let BatchNorm use its running statistics."""
-        draws, watch = FixedDraws(alike), BatchNormWatch()
+        draws, watch = FixedDraws(alike), NormWatch(hold=True)
         with ExitStack() as stack:
             if "torch._dynamo" in sys.modules:  # else nothing is compiled, and importing it takes seconds
                 stack.enter_context(uncompiled())
@@ -218,7 +213,7 @@ class Trial:
             stack.enter_context(watch)
             stack.enter_context(draws)
             yield draws
-        outcome.seen, outcome.batch_norms = draws.seen, watch.seen
+        outcome.seen, outcome.batch_norms = draws.seen, [place for place, _ in watch.seen]
 
     def _side(self, micro_batches: Sequence[Any] | Iterator[Any], factor: float, whole: Sums | None) -> Sums:
         """Add a multiple of the gradient of some micro-batches, divided by the items of the whole."""
@@ -266,10 +261,10 @@ class Trial:
     def _tolerance(self, draws: FixedDraws) -> float:
         floats = {p.dtype for p in self._learning if p.is_floating_point()}
         if draws.half or any(dtype.itemsize < 4 for dtype in floats):
-            return HALF
+            return rounding_of(torch.bfloat16).parts
         if any(p.device.type != "cpu" for p in self._learning):
             return ON_DEVICES
-        return ROUNDING[torch.float64] if floats == {torch.float64} else ROUNDING[torch.float32]
+        return rounding_of(torch.float64 if floats == {torch.float64} else torch.float32).parts
 
 
 def _apart(whole: Sums, parts: Sums) -> float:

@@ -20,12 +20,11 @@ from types import CodeType
 from typing import Any
 
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from wholebatch.batch.window import MicroBatch
 from wholebatch.errors import InexactError
-from wholebatch.first_window.draws import place_of, uncompiled
+from wholebatch.first_window.draws import NormWatch, uncompiled
 from wholebatch.loss.terms import Answer
 from wholebatch.model.inspection import Survey
 from wholebatch.model.memory import is_out_of_memory, release
@@ -36,9 +35,6 @@ from wholebatch.ranks.agreement import Ranks
 
 KEPT = 2**26
 """How many bytes are copied for a window that is watched."""
-
-TRAINING = 5
-"""Where every function of torch that normalises over the batch takes whether it is by the rows' own statistics."""
 
 LISTED = 3
 """How many names an error lists."""
@@ -262,40 +258,6 @@ def listed(moved: Sequence[Moved]) -> str:
     """Name what has moved: a few, and how many more."""
     names = ", ".join(f"{each.name!r} ({each.kind})" for each in moved[:LISTED])
     return f"{names} and {len(moved) - LISTED} more" if len(moved) > LISTED else names
-
-
-class NormWatch(TorchFunctionMode):
-    """Note every call that normalises by the statistics of the rows it is given, registered as a layer or not.
-
-    Attributes:
-        seen: where each such call was made, and the running mean that it was given.
-
-    Example:
-        >>> with NormWatch() as norms:
-        ...     _ = torch.nn.functional.batch_norm(torch.randn(4, 3), None, None, training=True)
-        >>> len(norms.seen)
-        1
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[tuple[str, Tensor | None]] = []
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Look at what is called, and go on."""
-        kwargs = kwargs or {}
-        if "batch_norm" in getattr(function, "__name__", ""):
-            given = kwargs.get("training", args[TRAINING] if len(args) > TRAINING else False)
-            if given is True:
-                self.seen.append((place_of(sys._getframe(1)), _running_mean(function, args, kwargs)))
-        return function(*args, **kwargs)
-
-
-def _running_mean(function: Any, args: Any, kwargs: Any) -> Tensor | None:
-    """The running mean of a call: torch's own functions take weight and bias before it."""
-    place = 1 if function is nn.functional.batch_norm else 3
-    found: Tensor | None = kwargs.get("running_mean", args[place] if len(args) > place else None)
-    return found
 
 
 def _uncompiled() -> AbstractContextManager[None]:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from wholebatch.errors import LossError
+from wholebatch.model.comparison import distance
 
 Inputs: TypeAlias = "Mapping[str, Any]"
 Counter: TypeAlias = "Callable[[Inputs], Tensor | float]"
@@ -165,6 +166,4 @@ def by_division(divisors: Sequence[float], compared: Compared, order: Sequence[C
 
 def _distance(whole: Said, parts: Said, scale: float) -> float:
     """The larger of two relative distances: of the values and of the gradients."""
-    size = max(float(whole.gradient.norm()), float(parts.gradient.norm()), 1e-30)
-    apart = abs(whole.value - parts.value) / max(scale, 1e-30)
-    return max(apart, float((whole.gradient - parts.gradient).norm()) / size)
+    return max(abs(whole.value - parts.value) / max(scale, 1e-30), distance([parts.gradient], [whole.gradient]))

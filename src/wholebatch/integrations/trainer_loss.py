@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from wholebatch.batch.window import MicroBatch
 from wholebatch.errors import LossError, SplitError
-from wholebatch.first_window.draws import BatchNormWatch, FixedDraws
+from wholebatch.first_window.draws import FixedDraws, NormWatch
 from wholebatch.integrations import probing
 from wholebatch.integrations.foreign_loop import everywhere
 from wholebatch.integrations.infer_denominator import (
@@ -292,7 +292,7 @@ class Meaning:
         before, kept = State(model), Kept(self._trainer, *model.modules())
         waits = getattr(self._trainer.model_wrapped, "no_sync", contextlib.nullcontext)
         try:
-            with waits(), FixedDraws(), BatchNormWatch():
+            with waits(), FixedDraws(), NormWatch(hold=True):
                 model.eval()
                 yield
         finally:

@@ -6,7 +6,7 @@ import platform
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from signal import SIGTERM
 from typing import Any
@@ -224,7 +224,7 @@ class Run:
             "sample": sample,
             "gradient_error": proof.error if proof else None,
             "usual_loop_error": proof.usual if proof else None,
-            "proof": asdict(proof) if proof else None,
+            "proof": proof.record() if proof else None,
             "peak_memory_bytes": peak_memory_bytes(self.learner.device),
             "device": in_words(self.learner.device),
             "processes": self.team.world,

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import nn
 
+from wholebatch.model.comparison import Comparison
 from wholebatch.model.inspection import uses_batch_statistics
-from wholebatch.verify.comparison import Comparison
 from wholebatch.verify.finding import Change, Finding
 from wholebatch.verify.reference import Reference, rows_or_one
 

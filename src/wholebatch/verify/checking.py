@@ -11,8 +11,8 @@ from typing_extensions import Unpack
 from wholebatch.batch.sizes import Size
 from wholebatch.errors import InexactError, plainly
 from wholebatch.gradient.separable import LossFunction
+from wholebatch.model.comparison import Comparison
 from wholebatch.options import Options, checked
-from wholebatch.verify.comparison import Comparison
 from wholebatch.verify.finding import Finding
 from wholebatch.verify.measuring import Measurement
 

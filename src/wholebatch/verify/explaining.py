@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 from wholebatch.errors import WholeBatchError
 from wholebatch.loss.terms import Mean
+from wholebatch.model.comparison import Comparison, compare, joined
 from wholebatch.model.inspection import uses_batch_statistics
 from wholebatch.verify import causes
-from wholebatch.verify.comparison import Comparison, compare, joined
 from wholebatch.verify.coupling import find_coupling
 from wholebatch.verify.finding import Finding
 from wholebatch.verify.gluing import Unlike, rows_in, taken

@@ -26,10 +26,10 @@ from wholebatch.errors import SplitError, WholeBatchError
 from wholebatch.first_window.draws import FixedDraws, uncompiled
 from wholebatch.gradient.preconditions import refuse_inexact
 from wholebatch.gradient.separable import LossFunction
+from wholebatch.model.comparison import Comparison, compare, errors_of, joined, rounding_of, summed
 from wholebatch.model.state import State
 from wholebatch.options import Options
 from wholebatch.verify import causes
-from wholebatch.verify.comparison import Comparison, compare, errors_of, joined
 from wholebatch.verify.copies import copied
 from wholebatch.verify.explaining import FOREIGN, Case, bent_by_hooks, explain, where_rows_meet
 from wholebatch.verify.finding import Finding
@@ -37,12 +37,6 @@ from wholebatch.verify.gluing import Unlike, glued
 from wholebatch.verify.reference import OtherName, Reference, plain_gradient, rows_or_one, terms_in, whole_micro_batches
 from wholebatch.verify.running import Ran, Stage, over_ranks, several_ranks, shares, together
 from wholebatch.verify.watching import Replayed, Seen, checkpoints_heard
-
-# What one rounding at the end of a sum costs, with room for the sums inside a model.
-ROUNDING = {torch.float64: 1e-12, torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 1e-2}
-
-ROUGH = {torch.float64: 1e-6, torch.float32: 1e-2}
-"""How far a model's own precision may be from double precision for a comparison to show anything."""
 
 NOISE = 1e-12
 """A gradient that is this much smaller than the loss is zero, up to the rounding of double precision."""
@@ -66,7 +60,8 @@ class Measurement:
         self.carried: list[str] = []
         self.comparable = True
         self.size = Comparison(math.inf, 0.0, 0.0)
-        self.tolerance, self.own_error, self.by_parameter = ROUNDING.get(self.dtype, 2e-6), 0.0, dict[str, float]()
+        self.rounding = rounding_of(self.dtype)
+        self.tolerance, self.own_error, self.by_parameter = self.rounding.sums, 0.0, dict[str, float]()
         self.micro_batches = len(cut)
         self.reading: dict[str, Any] = {}
 
@@ -205,7 +200,7 @@ class Measurement:
         """Tell whether two losses differ by more than the order of additions explains."""
         if math.isnan(one) and math.isnan(other):
             return False
-        return not abs(one - other) <= 4 * ROUNDING.get(self.dtype, 2e-6) * max(abs(one), abs(other))
+        return not abs(one - other) <= 4 * self.rounding.sums * max(abs(one), abs(other))
 
     @property
     def meets(self) -> bool:
@@ -249,8 +244,7 @@ class Measurement:
         self.by_parameter = errors_of(ran.gradients, truth.gradients)
         if own is not None:
             self.own_error = compare(*joined(own.gradients, truth.gradients)).error
-        rounding = ROUNDING.get(self.dtype, 2e-6) * math.sqrt(max(count, 4)) / 2
-        self.tolerance = max(rounding, 2 * self.own_error)
+        self.tolerance = max(summed(self.rounding.sums, count), 2 * self.own_error)
         micro_batches = shares(lambda: ran.micro_batches, self.wrapped)
         if any(over_ranks(bool(self.findings) or not self.comparable, self.wrapped)):
             return
@@ -267,7 +261,7 @@ class Measurement:
 
     def say_rounding(self) -> None:
         """Where the whole batch itself is far from double precision, agreement to within that shows nothing."""
-        if self.own_error > ROUGH.get(self.dtype, 0.1):
+        if self.own_error > self.rounding.rough:
             self.not_shown.append(
                 f"In {self.dtype} the whole batch in one micro-batch is {self.own_error:.1g} away from double "
                 f"precision, and "
@@ -278,7 +272,7 @@ class Measurement:
         """Tell whether both gradients are zero, or what rounding leaves of it beside a loss of this size."""
         ours, truth = (float(vector.norm()) for vector in joined(ran.gradients, self.truth.gradients))
         size = self.truth.size
-        return truth <= NOISE * size and ours <= 10 * ROUNDING.get(self.dtype, 2e-6) * size
+        return truth <= NOISE * size and ours <= 10 * self.rounding.sums * size
 
     def compare_the_rest(self, ran: Ran, own: Reference | None) -> None:
         """Where the gradients agree, look at what was reported of them, and at what else has moved."""

@@ -7,7 +7,7 @@ import math
 from wholebatch.doctor.findings.remedies import line_of, moved
 from wholebatch.doctor.trace import Clip, Event, Schedule
 from wholebatch.doctor.windows import Story, Window
-from wholebatch.verify.comparison import Comparison, compare
+from wholebatch.model.comparison import Comparison, compare
 from wholebatch.verify.finding import Change, Finding
 
 

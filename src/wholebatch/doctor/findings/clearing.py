@@ -10,7 +10,7 @@ from wholebatch.doctor.findings.remedies import condition_of, line_of, moved
 from wholebatch.doctor.micro_batch import MicroBatch
 from wholebatch.doctor.trace import Forward
 from wholebatch.doctor.windows import Story, Window
-from wholebatch.verify.comparison import Comparison, compare
+from wholebatch.model.comparison import Comparison, compare
 from wholebatch.verify.finding import Change, Finding
 from wholebatch.verify.source_line import Site
 

@@ -7,7 +7,7 @@ import re
 from wholebatch.doctor.findings.remedies import condition_of, line_of, scaled_backward
 from wholebatch.doctor.measure import reweighed
 from wholebatch.doctor.weights import Division, contains, near
-from wholebatch.verify.comparison import Comparison, scale
+from wholebatch.model.comparison import Comparison, scale
 from wholebatch.verify.finding import Change, Finding
 
 
