@@ -30,6 +30,7 @@ from wholebatch.model.checkpointing import checkpointed
 from wholebatch.planning.arrangement import Arrangement
 from wholebatch.planning.planner import plan
 from wholebatch.policies import NominalBatch, scale_adam, scale_lr
+from wholebatch.ranks.sharing import Shares, shares
 from wholebatch.step import Step, StepResult
 from wholebatch.verify.checking import Check, check
 from wholebatch.verify.coupling import Coupling, find_coupling
@@ -54,6 +55,7 @@ __all__ = [
     "OutOfMemoryError",
     "Pipeline",
     "Result",
+    "Shares",
     "SplitError",
     "Step",
     "StepResult",
@@ -75,6 +77,7 @@ __all__ = [
     "plan",
     "scale_adam",
     "scale_lr",
+    "shares",
     "total",
     "windows",
 ]

@@ -40,6 +40,9 @@ from wholebatch.model.state import State
 ENOUGH = 4_000_000
 """Elements of a gradient that are compared: all of a small model's, the smallest parameters of a large one."""
 
+GIVEN = 4
+"""Micro-batches that a rank of a sharded model gives to measure on; of all ranks the square of it."""
+
 UNFIT = (RuntimeError, ValueError, IndexError, TypeError, KeyError, AssertionError)
 """What a loss may raise about rows that it cannot be asked about alone, such as one half of a pair."""
 
@@ -197,6 +200,7 @@ class Meaning:
         Raises:
             LossError: on all ranks, if it cannot be known, or is not what it was.
         """
+        batches = self._probes(batches)
         answers = everywhere(self._measured_or_refused(model, batches))
         for refusal in (answer for answer in answers if isinstance(answer, LossError)):
             raise refusal
@@ -231,7 +235,7 @@ class Meaning:
     def evaluated(self, model: nn.Module, inputs: Inputs) -> Tensor | None:
         """Return what a bare number averages over in an evaluation batch, or None where that is not known."""
         if self.reading is None and not self._refused:
-            found = self._measured_or_refused(model, [inputs])
+            found = self._measured_or_refused(model, self._probes([inputs]))
             self._refused = isinstance(found, LossError)  # an evaluation goes on, and keeps the Trainer's own number
             self.reading = found if isinstance(found, Reading) else None
         reading = self.reading
@@ -255,6 +259,19 @@ class Meaning:
 
     def _order(self, inputs: Inputs, ignored: Sequence[int] = ()) -> list[Count]:
         return contract(inputs, self._causal(), ignored)
+
+    @property
+    def _sharded(self) -> bool:
+        return bool(self._trainer.is_deepspeed_enabled or self._trainer.is_fsdp_enabled)
+
+    def _probes(self, batches: Sequence[Any]) -> Sequence[Any]:
+        """Return what to measure on: for a sharded model some of all ranks', as they have to run forwards together."""
+        if not self._sharded:
+            return batches
+        rows = [_on_cpu(inputs) for inputs in batches if has_rows(inputs)]
+        new = [inputs for inputs in rows if not probing.look_of(inputs) <= self._looks]
+        found = [inputs for theirs in everywhere(new[:GIVEN]) for inputs in theirs]
+        return found[: GIVEN * GIVEN] or [inputs for theirs in everywhere(rows[:1]) for inputs in theirs][:GIVEN]
 
     def _measured_or_refused(self, model: nn.Module, batches: Sequence[Any]) -> Reading | LossError | None:
         try:
@@ -289,8 +306,12 @@ class Meaning:
     @contextlib.contextmanager
     def _without_trace(self, model: nn.Module) -> Iterator[None]:
         """Ask in eval mode, with draws that are the same for every row, and put everything back."""
-        before, kept = State(model), Kept(self._trainer, *model.modules())
-        waits = getattr(self._trainer.model_wrapped, "no_sync", contextlib.nullcontext)
+        before = State(model)
+        modules = list(model.modules())
+        kept = Kept(self._trainer, sharded=modules) if self._sharded else Kept(self._trainer, *modules)
+        waits = contextlib.nullcontext  # a sharded model is not asked for gradients
+        if not self._sharded:
+            waits = getattr(self._trainer.model_wrapped, "no_sync", waits)
         try:
             with waits(), FixedDraws(), NormWatch(hold=True):
                 model.eval()
@@ -311,7 +332,7 @@ class _Recognition:
         self._items, self._own = meaning._items, meaning.own
         trainer = meaning._trainer
         self._declared = trainer.loss_is_scaled_for_ga
-        self._sharded = trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled
+        self._sharded = meaning._sharded
         self._parameters = [] if self._sharded else _few(model)
         fine = all(p.dtype in (torch.float32, torch.float64) for p in model.parameters())
         fine = fine and not (trainer.args.bf16 or trainer.args.fp16)
@@ -475,6 +496,10 @@ def _value(loss: Any) -> Tensor:
         else []
     )
     return torch.stack(means).sum()
+
+
+def _on_cpu(inputs: Inputs) -> Inputs:
+    return {name: value.cpu() if isinstance(value, Tensor) else value for name, value in inputs.items()}
 
 
 def is_number(loss: Any) -> bool:

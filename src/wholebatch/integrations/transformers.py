@@ -225,8 +225,11 @@ class _Inside(transformers.Trainer):
         if self._is_whole or not any(everywhere(self._meaning.new(batches))):
             return
         self.current_gradient_accumulation_steps = len(batches)
-        wrapped = self.model_wrapped if self.is_deepspeed_enabled or self.is_fsdp_enabled else self.model
-        self._meaning.agree(self.accelerator.unwrap_model(wrapped, keep_torch_compile=False), batches)
+        sharded = (
+            self.is_deepspeed_enabled or self.is_fsdp_enabled
+        )  # whose parameters are whole inside the wrapper only
+        alone = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
+        self._meaning.agree(self.model_wrapped if sharded else alone, batches)
 
     @property
     def _is_whole(self) -> bool:
@@ -443,8 +446,6 @@ def _refuse(trainer: _Inside, size: Size) -> None:
         "include_num_input_tokens_seen with a micro_batch_size, as samples are not collated when it counts": tokens,
         "several GPUs in one process (DataParallel; torchrun starts a process for each)": args.n_gpu > 1,
         "tensor, context or sequence parallelism": getattr(trainer.accelerator, "parallelism_config", None) is not None,
-        "deepspeed": trainer.is_deepspeed_enabled,
-        "fsdp": bool(trainer.is_fsdp_enabled),
         "a model sharded when it was loaded": getattr(trainer, "is_distributed_loading_by_transformers", False),
         "auto_find_batch_size, which trains on smaller batches (say micro_batch_size=wb.Auto(...))": (
             args.auto_find_batch_size
