@@ -30,6 +30,7 @@ def build(**arguments: Any) -> tuple[nn.Module, wb.Step]:
     [
         ({"optimizer": torch.optim.LBFGS([nn.Parameter(torch.ones(1))])}, TypeError, "closure"),
         ({"optimizer": "sgd"}, TypeError, "optimizer is str"),
+        ({"optimizer": [1, 2]}, TypeError, r"optimizer is list.*For several call wb\.backward"),
         ({"max_grad_norm": 0.0}, ValueError, "positive"),
         ({"max_grad_norm": float("nan")}, ValueError, "positive"),
         ({"on_nonfinite": "ignore"}, ValueError, '"raise" or "skip"'),
@@ -196,6 +197,21 @@ def test_a_parameter_of_the_optimizer_outside_of_the_model_is_stepped_too() -> N
     expected = 2.0 - 0.1 * float(model(rows).square().mean().detach())
     wb.Step(model, optimizer, lambda model, rows: model(rows).square() * scale, micro_batch_size=3)(rows)
     assert scale.item() == pytest.approx(expected, rel=1e-12)
+
+
+def test_parameters_of_another_optimizer_are_named_once_as_it_would_find_no_gradient() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    first, second = (torch.optim.SGD(part.parameters(), lr=0.1) for part in model)
+    step = wb.Step(model, first, loss, micro_batch_size=4, after_step=second.step)
+    before = model[1].weight.clone()
+    with pytest.warns(UserWarning, match=r"2 parameters .* not this optimizer's \(first: 1\.weight, 1\.bias\)") as told:
+        step(ROWS)
+    assert told[0].filename == __file__
+    step(ROWS)
+    assert torch.equal(model[1].weight, before)  # what the warning is about
+    wb.backward(model, loss, ROWS, 4)
+    second.step()
+    assert not torch.equal(model[1].weight, before)
 
 
 def test_the_sum_in_float32_is_what_the_norm_and_the_clip_see() -> None:

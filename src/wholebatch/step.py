@@ -105,6 +105,7 @@ class Step:
         if isinstance(loss_fn, Coupled):
             checked_for_all_rows(options)
         self.windows = self.steps = self.rows = 0
+        self._others: list[str] = []
 
     @plainly
     def __call__(self, batch: Any) -> StepResult:
@@ -124,6 +125,7 @@ class Step:
         taken = all_or_nothing(lambda gradients: self._run(batch, gradients))
         if taken.stepped and self.steps == 1:
             self._warn_of_spare(taken.without_gradient)
+            self._warn_of_others()
         return taken
 
     def state_dict(self) -> dict[str, Any]:
@@ -167,7 +169,19 @@ class Step:
             "in result.without_gradient. If they should learn, look for a detach(), a checkpoint with "
             "use_reentrant=True around inputs without gradient, or a part that the loss does not use; else freeze "
             "them: parameter.requires_grad_(False).",
-            stacklevel=3,
+            stacklevel=4,  # above what shortens errors
+        )
+
+    def _warn_of_others(self) -> None:
+        """Say once, after the first step, whose gradients are not this optimizer's, so that another finds none."""
+        if not self._others:
+            return
+        warnings.warn(
+            f"{len(self._others)} parameters of the model get a gradient and are not this optimizer's (first: "
+            f"{', '.join(self._others[:3])}): what the window adds to them is taken back, and another optimizer that "
+            "steps after this one finds nothing. For several optimizers call wb.backward, and clip, step and clear "
+            "with each. What is not to learn here needs no gradient: parameter.requires_grad_(False).",
+            stacklevel=4,  # above what shortens errors
         )
 
     def _run(self, batch: Any, gradients: Gradients) -> StepResult:
@@ -188,6 +202,9 @@ class Step:
         mine = [p for group in self.optimizer.param_groups for p in group["params"]]
         pending = self._accumulate(batch, mine, gradients)
         ours = {id(p) for p in mine}
+        if not self.steps:
+            named = [(name, p) for name, p in self.model.named_parameters() if id(p) not in ours]
+            self._others = [name for name, p in named if gradients.take(p) is not None]
         gradients.drop(keep=lambda parameter: id(parameter) in ours)
         if gradients.rounds or not gradients.clean:
             pending.merge()
@@ -298,7 +315,11 @@ def _refuse_arguments(optimizer: object, max_grad_norm: float | None, on_nonfini
             "optimizer.step(lambda: (optimizer.zero_grad(), wb.backward(model, loss_fn, batch).loss)[1])."
         )
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise TypeError(f"optimizer is {type(optimizer).__name__}; pass a torch.optim.Optimizer.")
+        several = isinstance(optimizer, (list, tuple, dict))
+        raise TypeError(
+            f"optimizer is {type(optimizer).__name__}; pass a torch.optim.Optimizer."
+            + " For several call wb.backward, and clip, step and clear with each." * several
+        )
     if max_grad_norm is not None and not is_number(max_grad_norm):
         raise TypeError(
             f"max_grad_norm is {max_grad_norm!r:.80}, of type {type(max_grad_norm).__name__}; pass a number: "

@@ -14,6 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.utils.rnn import pack_sequence, unpack_sequence
+from torch.utils.data import DataLoader
 
 from wholebatch.batch.tree import join, move, rows_of, take
 from wholebatch.errors import SplitError
@@ -212,6 +213,12 @@ def test_naming_what_is_not_there_is_an_error() -> None:
 @pytest.mark.parametrize("batch", [{}, "text", None, 3.0, {"a": "text", "b": torch.tensor(1.0)}, ("a", "b"), object()])
 def test_a_batch_without_rows_is_an_error(batch: Any) -> None:
     with pytest.raises(SplitError, match="Nothing in the batch has rows"):
+        rows_of(batch)
+
+
+@pytest.mark.parametrize("batch", [iter([torch.zeros(2)]), DataLoader([1.0, 2.0])], ids=["a generator", "a loader"])
+def test_what_yields_batches_is_no_batch_and_told_how_it_is_read(batch: Any) -> None:
+    with pytest.raises(SplitError, match=r"has rows: .*for batch in loader.*wb\.windows\(loader, 8\).*collate="):
         rows_of(batch)
 
 

@@ -286,6 +286,11 @@ def test_row_numbers_below_zero_are_no_empty_micro_batch(rows: Any) -> None:
         take(torch.arange(3), rows)
 
 
+def test_one_batch_is_no_window() -> None:
+    with pytest.raises(TypeError, match=r"dict with 'x'.*micro_batch_size=4.*wb\.Window\(\[batch\]\)"):
+        wb.Window({"x": torch.zeros(4)})
+
+
 def test_a_number_in_the_loaders_place_is_refused_at_once() -> None:
     with pytest.raises(TypeError, match=r"wb\.windows\(loader, 8\)"):
         wb.windows(8, [1, 2])  # type: ignore[arg-type, call-overload]

@@ -253,6 +253,27 @@ def test_two_kinds_of_micro_batches_have_terms_of_their_own_once_they_are_named(
 # What stands in the loss function's place
 
 
+def test_a_decorator_takes_what_it_takes_and_not_what_it_wraps() -> None:
+    model, _, rows = network()
+    plain = functools.wraps(lambda rows: None)(lambda net, rows: squares(net, rows))
+    assert wb.backward(model, plain, rows, 4).micro_batches == 3
+
+
+def test_an_average_that_follows_the_model_is_told_where_it_belongs() -> None:
+    class Follows(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.own, self.mean = nn.Linear(3, 1).double(), nn.Linear(3, 1).double()
+
+        def forward(self, rows: Rows) -> Tensor:
+            with torch.no_grad():
+                self.mean.weight.lerp_(self.own.weight, 0.1)
+            return self.own(rows) - self.mean(rows)
+
+    with pytest.raises(wb.LossError, match=r"has changed 1 parameters.*follows the model.*after_step="):
+        wb.backward(Follows(), squares, network()[2], 4)
+
+
 @pytest.mark.parametrize(
     ("given", "found"),
     [
@@ -264,8 +285,13 @@ def test_two_kinds_of_micro_batches_have_terms_of_their_own_once_they_are_named(
         (torch.tensor(0.5, requires_grad=True), "a loss that has been computed already"),
         ([torch.ones(2)], "list"),
         ({"x": 1}, "dict"),
+        (lambda rows: rows.sum(1), "called with model and micro-batch: too many positional arguments"),
+        (lambda model, x, y: model(x), "called with model and micro-batch: missing a required argument: 'y'"),
     ],
-    ids=["a criterion", "a class", "a functional", "a number", "nothing", "a loss", "a window", "a batch"],
+    ids=[
+        *("a criterion", "a class", "a functional", "a number", "nothing", "a loss", "a window", "a batch"),
+        *("a function of a batch", "a function of fields"),
+    ],
 )
 def test_what_is_no_loss_function_says_what_to_pass(given: Any, found: str) -> None:
     model, _, rows = network()

@@ -364,6 +364,11 @@ def test_gradients_that_are_switched_off_are_named_as_the_cause(size: int | None
         wb.coupled_backward(model, encode, contrast(model), rows(), micro_batch_size=size)
 
 
+def test_one_function_where_two_are_called_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"loss_fn is Tensor; .*encode\(model, micro_batch\).*loss_fn\(encoded\)"):
+        wb.coupled_backward(nn.Linear(3, 2), lambda m, x: m(x).square().mean(1), torch.zeros(4, 3), 2)  # type: ignore[arg-type]
+
+
 def test_a_batch_without_rows_is_refused() -> None:
     model = net()
     with pytest.raises(wb.SplitError, match="The batch has no rows"):

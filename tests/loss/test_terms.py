@@ -97,6 +97,7 @@ def test_terms_without_weights_share_one_if_their_shapes_agree() -> None:
         ("loss", "str 'loss'"),
         ((torch.ones(4), torch.ones(4)), "tuple"),
         ({"ce": torch.tensor(1.0)}, "without dimensions"),
+        ({"loss": torch.ones(4), "logits": torch.ones(4, 3)}, r"dict with 'loss' beside 'logits'.*return loss, \{"),
         ((torch.ones(4), {"accuracy": torch.tensor(0.5)}), "without dimensions"),
         ((torch.ones(4), {"accuracy": wb.mean(torch.ones(4)) + wb.mean(torch.ones(4))}), "'accuracy'"),
     ],

@@ -114,3 +114,8 @@ def test_looking_leaves_no_trace() -> None:
 def test_one_row_cannot_tell() -> None:
     with pytest.raises(wb.SplitError, match="1 row"):
         wb.find_coupling(nn.Linear(3, 2), squares, torch.randn(1, 3))
+
+
+def test_a_size_in_the_place_of_names_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"whole is 4; .*whole=\('mask',\).*no size"):
+        wb.find_coupling(nn.Linear(3, 1), lambda model, x: model(x), torch.zeros(4, 3), 4)  # type: ignore[arg-type]

@@ -360,6 +360,12 @@ def _refuse_no_rows(batch: Any, leaves: Sequence[Leaf]) -> None:
             "Nothing in the batch has rows: it is None, which only a loss function returns, where there is nothing to "
             "learn from. Leave it out: wb.Window(batch for batch in window if batch is not None)."
         )
+    if isinstance(batch, Iterable) and not isinstance(batch, (Mapping, str, tuple, list)):  # a loader, a generator
+        raise SplitError(
+            f"Nothing in the batch has rows: {_listed(leaves)}. If it yields batches, take one at a time: for batch in "
+            "loader; if it yields micro-batches, for window in wb.windows(loader, 8); if it yields samples, give a "
+            "list of them with collate=."
+        )
     raise SplitError(
         f"Nothing in the batch has rows: {_listed(leaves)}. "
         "Give tensors with a first dimension, or a list of samples with collate=."

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import count, islice
 from typing import Any, Generic, Literal, SupportsIndex, TypeAlias, overload
 
@@ -31,6 +31,15 @@ class Window(list[T], Generic[T]):
         >>> wb.backward(torch.nn.Linear(1, 1), loss_fn, window).micro_batches
         2
     """
+
+    def __init__(self, micro_batches: Iterable[T] = ()) -> None:
+        if isinstance(micro_batches, Mapping):
+            raise TypeError(
+                f"A window is made of micro-batches, and this is {type(micro_batches).__name__} with "
+                f"{', '.join(map(repr, list(micro_batches)[:3]))}: one batch. Cut it, micro_batch_size=4, or give its "
+                "micro-batches in a list: wb.Window([batch])."
+            )
+        super().__init__(micro_batches)
 
     def __repr__(self) -> str:
         return f"Window of {len(self)}"

@@ -38,10 +38,26 @@ def refuse_no_function(loss_fn: Any) -> None:
     elif isinstance(loss_fn, Tensor):
         found = f"a tensor of shape {tuple(loss_fn.shape)}: a loss that has been computed already"
     elif callable(loss_fn):
-        return
+        said = _cannot_take_two(loss_fn)
+        if not said:
+            return
+        found = f"{getattr(loss_fn, '__name__', kind)}, called with model and micro-batch: {said}"
     else:
         found = f"{kind} {loss_fn!r:.60}"
     raise TypeError(f"loss_fn is {found}; loss_fn(model, micro_batch) is called for each micro-batch. Write {EXAMPLE}")
+
+
+def _cannot_take_two(function: Callable[..., Any]) -> str:
+    """Say why a function cannot be called with two arguments; nothing if it can, or nobody knows."""
+    try:  # a decorator may take other arguments than what it wraps
+        signature = inspect.signature(function, follow_wrapped=False)
+    except (TypeError, ValueError):
+        return ""
+    try:
+        signature.bind(None, None)
+    except TypeError as error:
+        return str(error)
+    return ""
 
 
 class _Look(NamedTuple):
@@ -147,7 +163,11 @@ def _reproach(looks: Sequence[_Look]) -> str:
     cleared = [look for look in looks if look.grad is not None and _is_cleared(look.parameter.grad)]
     if stepped:
         what, count = "has changed", len(stepped)
-        mend = "Each micro-batch would see other weights. Step once, after wb.backward, or with wb.Step."
+        mend = (
+            "Each micro-batch would see other weights. Step once, after wb.backward, or with wb.Step; an average that "
+            "follows the model, or an embedding's max_norm=, belongs after the step (after_step=), and what a first "
+            "forward sets by its rows is set by one forward of the model before."
+        )
     elif cleared:
         what, count = "has cleared the gradients of", len(cleared)
         mend = (

@@ -145,6 +145,7 @@ def accumulate_coupled(
     """Do all of ``coupled_backward`` but the last multiplication, which ``Step`` joins with its clip."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is {type(model).__name__}; pass the torch.nn.Module whose gradient is wanted.")
+    _refuse_no_functions(loss)
     chosen, scaler = checked_for_all_rows(options), checked_scaler(scaler)
     reaches = [reach_of(function) for function in (*loss.encoders, loss.loss_fn)]
     modules = [module for reach in reaches for module in reach.modules]
@@ -172,6 +173,16 @@ def accumulate_coupled(
             f"{ranks.world - 1} ranks would have to wait. Give a number of rows or Tokens(...)."
         )
     return _fitting(micro_batch_size, run, State(survey), gradients)
+
+
+def _refuse_no_functions(loss: Coupled) -> None:
+    for name, function in [*(("encode", each) for each in loss.encoders), ("loss_fn", loss.loss_fn)]:
+        if not callable(function):
+            raise TypeError(
+                f"{name} is {type(function).__name__}; there are two functions: encode(model, "
+                "micro_batch) returns what the loss is made of, one value a row, and loss_fn(encoded) takes all rows: "
+                "wb.coupled_backward(model, encode, loss_fn, batch, micro_batch_size=32)."
+            )
 
 
 def checked_for_all_rows(options: Options) -> Options:

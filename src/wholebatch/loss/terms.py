@@ -276,11 +276,25 @@ def read(returned: object, rows: int = 1) -> Answer | None:
     if returned is None:
         return Answer({}, metrics, named=False) if metrics else None
     if isinstance(returned, Mapping):
+        _refuse_outputs(returned)
         named: dict[TermKey, Mean] = {
             (name, j): part for name, value in _named(returned).items() for j, part in enumerate(_parts(value, rows))
         }
         return Answer(named, metrics, named=True)
     return Answer({(i, 0): part for i, part in enumerate(_parts(returned, rows))}, metrics, named=False)
+
+
+def _refuse_outputs(returned: Mapping[Any, object]) -> None:
+    """Raise for a loss beside other things, as models and training steps of other libraries return it."""
+    others = [str(name) for name in returned if name != "loss"]
+    if others and "loss" in returned:
+        raise LossError(
+            f"The loss function returned {type(returned).__name__} with 'loss' beside "
+            f"{', '.join(map(repr, others[:3]))}{', ...' * (len(others) > 3)}. Entries of a dict are terms, and "
+            f"are added up. Return the loss alone, or "
+            'with what is only to be looked at beside it: return loss, {"accuracy": correct.float()}. If all are terms '
+            "of the loss, name them after what they are."
+        )
 
 
 def describe(value: object) -> str:

@@ -75,6 +75,7 @@ def find_coupling(
 
     Raises:
         SplitError: for a batch of fewer than two rows.
+        TypeError: for a ``whole`` that names nothing.
 
     Example:
         >>> rows = torch.randn(6, 3)
@@ -83,6 +84,11 @@ def find_coupling(
         >>> list(wb.find_coupling(torch.nn.BatchNorm1d(3), lambda model, x: model(x).square(), rows).modules)
         ['']
     """
+    if isinstance(whole, (str, int)):
+        raise TypeError(
+            f"whole is {whole!r}; it names what goes whole: whole=('mask',). Rows are exchanged in halves, whatever a "
+            "micro-batch holds, so there is no size to give."
+        )
     nest = Nest(batch, whole)
     rows = nest.count_rows()
     if rows < 2:
