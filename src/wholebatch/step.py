@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import warnings
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -43,6 +44,10 @@ class StepResult(Result):
     stepped: bool
     reason: str | None
     lrs: list[float]
+
+
+STEPS: weakref.WeakSet[Step] = weakref.WeakSet()
+"""All that live: of the parameters of their optimizers, each is another one's business."""
 
 
 class Step:
@@ -106,6 +111,7 @@ class Step:
             checked_for_all_rows(options)
         self.windows = self.steps = self.rows = 0
         self._others: list[str] = []
+        STEPS.add(self)
 
     @plainly
     def __call__(self, batch: Any) -> StepResult:
@@ -177,7 +183,7 @@ class Step:
         if not self._others:
             return
         warnings.warn(
-            f"{len(self._others)} parameters of the model get a gradient and are not this optimizer's (first: "
+            f"{len(self._others)} parameters of the model get a gradient and are in no step's optimizer (first: "
             f"{', '.join(self._others[:3])}): what the window adds to them is taken back, and another optimizer that "
             "steps after this one finds nothing. For several optimizers call wb.backward, and clip, step and clear "
             "with each. What is not to learn here needs no gradient: parameter.requires_grad_(False).",
@@ -200,11 +206,10 @@ class Step:
     def _take(self, batch: Any, gradients: Gradients, buffers: Buffers) -> StepResult:
         """Run the window, and let the optimizer step if it can be stepped."""
         mine = [p for group in self.optimizer.param_groups for p in group["params"]]
+        free = [] if self.steps else self._in_no_step()
         pending = self._accumulate(batch, mine, gradients)
+        self._others = [name for name, p in free if gradients.take(p) is not None]
         ours = {id(p) for p in mine}
-        if not self.steps:
-            named = [(name, p) for name, p in self.model.named_parameters() if id(p) not in ours]
-            self._others = [name for name, p in named if gradients.take(p) is not None]
         gradients.drop(keep=lambda parameter: id(parameter) in ours)
         if gradients.rounds or not gradients.clean:
             pending.merge()
@@ -218,6 +223,11 @@ class Step:
             pending.finish()
             self._scaled(self.scaler, self.scaler.update)
         return StepResult(**vars(pending.result), grad_norm=norm, stepped=reason is None, reason=reason, lrs=lrs)
+
+    def _in_no_step(self) -> list[tuple[str, Tensor]]:
+        """List the model's parameters that are in no step's optimizer, and that nobody has given a gradient."""
+        served = {id(p) for step in STEPS for group in step.optimizer.param_groups for p in group["params"]}
+        return [(name, p) for name, p in self.model.named_parameters() if id(p) not in served and p.grad is None]
 
     def _accumulate(self, batch: Any, mine: Sequence[Tensor], gradients: Gradients) -> Pending:
         size, loss, rest = self.micro_batch_size, self.loss_fn, self.options

@@ -587,6 +587,7 @@ def test_what_lies_in_the_other_optimizer_s_gradients_stays_there() -> None:
     assert all(torch.equal(p.grad, torch.full_like(p, 0.5)) for p in net["D"].parameters())
 
 
+@pytest.mark.filterwarnings("ignore:.*in no step.s optimizer")
 def test_the_norm_and_the_clip_are_those_of_the_step_s_own_parameters() -> None:
     net, window = adversarial_problem()
     reference = whole_batch(net, lambda net, rows: fooling(net, rows).mean(), together(window))
