@@ -8,6 +8,7 @@ from typing import Any
 from wholebatch.batch.tree import Nest
 from wholebatch.batch.window import MicroBatch, Window
 from wholebatch.errors import InexactError, LossError, SplitError, WholeBatchError
+from wholebatch.first_window import reasons
 from wholebatch.first_window.sample import Sample, others_of
 from wholebatch.first_window.trial import Outcome, Trial
 from wholebatch.first_window.watch import alone, handed_on
@@ -203,9 +204,7 @@ class Judge:
         name, whole, parts = found
         return (
             f"{_rows(sample)} state {whole:g} items for the term {name!r}, and in two parts ({sample.sizes}) they "
-            f"state {parts:g}: items have to add up over rows, or the loss is not that of the batch. State what the "
-            "mean was divided by: wb.from_mean(loss, items=n), or return the values themselves: wb.mean(values, "
-            "weights)."
+            f"state {parts:g}. {reasons.ITEMS}"
         )
 
     def _repeated(self, sample: Sample, outcome: Outcome) -> str:
@@ -233,9 +232,7 @@ class Judge:
             return ""
         return (
             f"{_rows(sample)} give another gradient in two parts ({sample.sizes}), relatively {outcome.gradient:.2g} "
-            "apart, and the same one if the parts are padded as wide as the whole: the model or the loss makes "
-            "something of padding. Mask it in both: an attention_mask for the model, wb.mean(values, mask) for the "
-            "loss."
+            f"apart, and the same one if the parts are padded as wide as the whole. {reasons.PADDING}"
         )
 
     def _moved(self, sample: Sample, outcome: Outcome) -> str:
@@ -246,8 +243,8 @@ class Judge:
         more = f" and {len(moved) - 3} more" * (len(moved) > 3)
         return (
             f"A micro-batch moves {names}{more}, and the next one depends on it: {_rows(sample)} give another gradient "
-            f"in two parts ({sample.sizes}), relatively {outcome.gradient:.2g} apart. What moves once a batch belongs "
-            'after the step (after_step=); verify="never" goes on as a plain loop would.'
+            f"in two parts ({sample.sizes}), relatively {outcome.gradient:.2g} apart. {reasons.STATE} "
+            'verify="never" goes on as a plain loop would.'
         )
 
     def _bent(self, sample: Sample, outcome: Outcome) -> str:
@@ -267,17 +264,15 @@ class Judge:
             return ""
         return (
             f"The loss of {_rows(sample)} adds up over two parts ({sample.sizes}), its gradient does not (relatively "
-            f"{outcome.gradient:.2g} apart): a hook or a backward of its own acts on the gradient of a micro-batch "
-            "otherwise than on its rows, as clipping does, or rows meet where only the gradient shows it. Clip after "
-            "the window (wb.Step(max_grad_norm=...)), and return all that is to be minimised as part of the loss."
+            f"{outcome.gradient:.2g} apart). {reasons.HOOKS} Or rows meet where only the gradient shows it; return all "
+            "that is to be minimised as part of the loss."
         )
 
     def _met(self, sample: Sample, outcome: Outcome) -> str:
         return (
             f"{_rows(sample)} are not the sum of their parts ({sample.sizes}): losses {outcome.loss:.2g} apart, "
-            f"gradients {outcome.gradient:.2g}. Rows meet in the model or in the loss function, by statistics of the "
-            "micro-batch or pairs of its rows. wb.find_coupling(model, loss_fn, batch) says where; a loss over all "
-            'rows takes wb.coupled_backward; verify="never" goes on as a plain loop would.' + _or_stated(outcome)
+            f'gradients {outcome.gradient:.2g}. {reasons.MEETING} verify="never" goes on as a plain loop would.'
+            + _or_stated(outcome)
         )
 
     def _own_cut(self) -> str:
@@ -299,9 +294,7 @@ def _refuse_steps(outcome: Outcome) -> None:
     if moved:
         raise InexactError(
             f"One forward and backward moves {len(moved)} parameters (first: {moved[0]!r}): something steps inside, as "
-            "optimizers in the backward pass do, so each micro-batch would be stepped with by itself. Take the "
-            "hook or the step away, and step after wb.backward, or use wb.Step; a teacher or an average that follows "
-            "the model belongs after the step (after_step=)."
+            f"optimizers in the backward pass do. {reasons.STEPS}"
         )
 
 

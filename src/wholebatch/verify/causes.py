@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from wholebatch.first_window.reasons import HOOKS, ITEMS, MEETING, PADDING, STATE, STEPS, Reason
 from wholebatch.model.comparison import Comparison
 from wholebatch.model.inspection import uses_batch_statistics
 from wholebatch.verify.finding import Change, Finding
@@ -23,18 +24,13 @@ def counts_differ(stated: Sequence[float], whole: Sequence[float]) -> bool:
 def unstable(first: float, again: float, moved: Sequence[str] = ()) -> Finding:
     """The same rows under the same draws give different losses."""
     places = f"; {', '.join(moved[:3])} moves with each call" if moved else ""
-    return Finding(
-        "answers-differ",
-        f"the same rows under the same draws give different losses{places}",
-        f"{first:.9g}, then {again:.9g}",
-        0.5,
-        None,
-        Change(
-            "loss_fn(model, micro_batch)",
-            "Step(..., after_step=[move_on])  # what moves with calls moves once a batch",
-        ),
-        "A state that moves with each call (a counter, a queue, an average) makes micro-batches depend on their order.",
-    )
+    what = f"the same rows under the same draws give different losses{places}"
+    return _for(STATE, what, f"{first:.9g}, then {again:.9g}", 0.5)
+
+
+def _for(reason: Reason, what: str, amount: str, harm: float) -> Finding:
+    """Say what was measured, and what is wrong with it in the words that the first window has for it, too."""
+    return Finding(reason.rule, what, amount, harm, None, Change(reason.out, reason.into), reason.why)
 
 
 def miscounted(
@@ -56,15 +52,7 @@ def miscounted(
         what = (
             f"{what}; micro-batches that state {_listed(held)} make up the whole batch with weights {_listed(weights)}"
         )
-    return Finding(
-        "items-do-not-add-up",
-        what,
-        str(size),
-        max(size.error, 0.02),
-        None,
-        Change("wb.from_mean(outputs.loss, items=n)", "wb.from_mean(outputs.loss, items=what_this_loss_divided_by)"),
-        "A count must be additive over rows: labels after the shift, weights actually used.",
-    )
+    return _for(ITEMS, what, str(size), max(size.error, 0.02))
 
 
 def _listed(numbers: Sequence[float]) -> str:
@@ -144,16 +132,9 @@ def goes_backward() -> Finding:
 def weights_moved(names: Sequence[str], optimizers: Sequence[str]) -> Finding:
     """Parameters are others than before the window, and no step has been asked for."""
     who = f"{optimizers[0]} steps" if optimizers else "a hook or the loss function writes to them"
-    return Finding(
-        "steps-inside-the-window",
-        f"{len(names)} parameters (first: {names[0]!r}) move while the window runs: {who}"
-        if names
-        else f"{who} while the window runs",
-        "the micro-batches before the last are of other weights, or are applied one by one",
-        1.0,
-        None,
-        Change("optimizer in the backward, or in loss_fn", "optimizer.step()  # after wb.backward, or wb.Step"),
-    )
+    moved = f"{len(names)} parameters (first: {names[0]!r}) move while the window runs: {who}"
+    amount = "the micro-batches before the last are of other weights, or are applied one by one"
+    return _for(STEPS, moved if names else f"{who} while the window runs", amount, 1.0)
 
 
 def batch_written(names: Sequence[str]) -> Finding:
@@ -249,16 +230,11 @@ def other_buffers(names: Sequence[str]) -> Finding:
 
 def padding(size: Comparison) -> Finding:
     """Rows that are padded less say something else."""
-    return Finding(
-        "padding-counts",
-        "micro-batches are padded to their own longest row, and the same rows padded as in the whole batch give "
-        "its gradient",
-        str(size),
-        max(size.error, 0.02),
-        None,
-        Change("loss_fn(model, micro_batch)", "wb.mean(values, weights=mask)  # and the mask for the model, too"),
-        "What a model or a loss makes of padding changes with its width; masked, it makes nothing of it.",
+    what = (
+        "micro-batches are padded to their own longest row, and the same rows padded as in the whole batch give its "
+        "gradient"
     )
+    return _for(PADDING, what, str(size), max(size.error, 0.02))
 
 
 def nothing(truth: Reference) -> Finding:
@@ -279,15 +255,8 @@ def hooked(names: Sequence[str], size: Comparison) -> Finding:
     several = (
         f"{len(names)} parameters (first: {names[0]!r}) have hooks" if len(names) > 1 else f"{names[0]!r} has a hook"
     )
-    return Finding(
-        "hooks-see-pieces",
-        f"{several} that clips, or adds, or otherwise does not act on a sum as on its parts; it sees micro-batches",
-        str(size),
-        max(size.error, 0.02),
-        None,
-        Change("parameter.register_hook(clip)", "wb.Step(..., max_grad_norm=...)  # or clip after wb.backward"),
-        "A hook that scales or masks stays exact; one that clips belongs behind the last micro-batch.",
-    )
+    what = f"{several} that clips, or adds, or otherwise does not act on a sum as on its parts; it sees micro-batches"
+    return _for(HOOKS, what, str(size), max(size.error, 0.02))
 
 
 def coupled(model: nn.Module, micro_batches: Sequence[Any], size: Comparison) -> Finding | None:
@@ -300,23 +269,9 @@ def coupled(model: nn.Module, micro_batches: Sequence[Any], size: Comparison) ->
     return meeting(what, str(size), size.error, 'batch_norm="exact"')
 
 
-def meeting(
-    what: str,
-    amount: str,
-    error: float,
-    into: str = "wb.coupled_backward(model, encode, loss_fn, batch, micro_batch_size=...)",
-) -> Finding:
+def meeting(what: str, amount: str, error: float, into: str = MEETING.into) -> Finding:
     """Rows of different micro-batches should meet and don't."""
-    return Finding(
-        "rows-meet",
-        what,
-        amount,
-        max(error, 0.02),
-        None,
-        Change("wb.backward(model, loss_fn, batch, micro_batch_size=...)", into),
-        "The micro-batches, read plainly, give the same gradient as backward: what differs is what they are "
-        "micro-batches of.",
-    )
+    return _for(MEETING._replace(into=into), what, amount, max(error, 0.02))
 
 
 def unexplained(size: Comparison, why: str) -> Finding:

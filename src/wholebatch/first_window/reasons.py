@@ -1,0 +1,80 @@
+"""What is wrong where micro-batches are not the batch, and the change: the same words for the first window and a check.
+
+Who measures says what was measured; why that is wrong, and what mends it, stands here.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Reason(NamedTuple):
+    """One way in which micro-batches fail to be the batch.
+
+    Attributes:
+        rule: its short name.
+        why: what is wrong, in one sentence.
+        mend: the call or the change that mends it, in one sentence.
+        out: a line to take out.
+        into: the line to put in its place.
+    """
+
+    rule: str
+    why: str
+    mend: str
+    out: str
+    into: str
+
+    def __str__(self) -> str:
+        return f"{self.why} {self.mend}"
+
+
+ITEMS = Reason(
+    "items-do-not-add-up",
+    "Items have to add up over rows, or the loss is not that of the batch: labels after the shift, weights in use.",
+    "State what the mean was divided by: wb.from_mean(loss, items=n), or return the values themselves: "
+    "wb.mean(values, weights).",
+    "wb.from_mean(outputs.loss, items=n)",
+    "wb.from_mean(outputs.loss, items=what_this_loss_divided_by)",
+)
+
+PADDING = Reason(
+    "padding-counts",
+    "The model or the loss makes something of padding, and a micro-batch is padded less than the batch.",
+    "Mask it in both: an attention_mask for the model, wb.mean(values, mask) for the loss.",
+    "loss_fn(model, micro_batch)",
+    "wb.mean(values, weights=mask)  # and the mask for the model, too",
+)
+
+STATE = Reason(
+    "answers-differ",
+    "What moves with each call (a counter, a queue, an average) makes micro-batches depend on their order.",
+    "What moves once a batch belongs after the step: wb.Step(..., after_step=[...]).",
+    "loss_fn(model, micro_batch)",
+    "Step(..., after_step=[move_on])  # what moves with calls moves once a batch",
+)
+
+STEPS = Reason(
+    "steps-inside-the-window",
+    "Each micro-batch would be stepped with by itself.",
+    "Take the hook or the step away, and step after wb.backward, or use wb.Step; a teacher or an average that follows "
+    "the model belongs after the step (after_step=).",
+    "optimizer in the backward, or in loss_fn",
+    "optimizer.step()  # after wb.backward, or wb.Step",
+)
+
+HOOKS = Reason(
+    "hooks-see-pieces",
+    "A hook or a backward of its own acts on the gradient of a micro-batch otherwise than on its rows; clipping does.",
+    "Clip after the window: wb.Step(max_grad_norm=...).",
+    "parameter.register_hook(clip)",
+    "wb.Step(..., max_grad_norm=...)  # or clip after wb.backward",
+)
+
+MEETING = Reason(
+    "rows-meet",
+    "Rows meet in the model or in the loss function, by statistics of the micro-batch or pairs of its rows.",
+    "wb.find_coupling(model, loss_fn, batch) says where; a loss over all rows takes wb.coupled_backward.",
+    "wb.backward(model, loss_fn, batch, micro_batch_size=...)",
+    "wb.coupled_backward(model, encode, loss_fn, batch, micro_batch_size=...)",
+)
