@@ -373,3 +373,16 @@ def test_a_model_in_which_nothing_normalises_needs_no_graph_under_exact_batch_no
 
     with pytest.raises(wb.InexactError):
         wb.backward(Hidden(8, 3), cross_entropy, labelled(), 5, batch_norm="exact")
+
+
+def test_the_first_window_and_a_check_name_a_cause_in_the_same_words() -> None:
+    model, rows = nn.Linear(3, 2).double(), torch.randn(13, 3, dtype=torch.float64)
+
+    def miscounted(model: nn.Module, x: Tensor) -> wb.Mean:
+        return wb.from_mean(model(x).square().mean(), items=1)
+
+    with pytest.raises(wb.InexactError) as refused:
+        wb.backward(model, miscounted, rows, 5)
+    report = wb.check(model, miscounted, rows, 5)
+    assert [finding.rule for finding in report.findings] == ["items-do-not-add-up"]
+    assert report.findings[0].why in str(refused.value)
