@@ -321,3 +321,16 @@ def test_hooks_that_a_model_sets_in_its_first_forward_are_not_set_twice() -> Non
 
     wb.backward(model, loss, torch.randn(6, 2), 2)
     assert len(model._forward_hooks) == 1
+
+
+def test_nested_tensors_are_compared_row_by_row() -> None:
+    rows = [torch.zeros(2, 3), torch.zeros(4, 3)]
+    held = {"rows": torch.nested.nested_tensor(rows, layout=torch.jagged)}
+
+    def loss_fn(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        return held["rows"].values().sum() + model(batch)
+
+    before = Snapshot(Survey(nn.Linear(3, 1)), loss_fn)
+    assert not before.moved()
+    held["rows"] = torch.nested.nested_tensor([rows[0], torch.ones(4, 3)], layout=torch.jagged)
+    assert [each.name for each in before.moved()] == ["loss_fn.held['rows']"]

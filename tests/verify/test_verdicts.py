@@ -386,3 +386,33 @@ def test_the_first_window_and_a_check_name_a_cause_in_the_same_words() -> None:
     report = wb.check(model, miscounted, rows, 5)
     assert [finding.rule for finding in report.findings] == ["items-do-not-add-up"]
     assert report.findings[0].why in str(refused.value)
+
+
+class Mixed(nn.Module):
+    """A body in one precision, a head in another."""
+
+    def __init__(self, body: torch.dtype, head: torch.dtype) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.body, self.head = nn.Linear(6, 8).to(body), nn.Linear(8, 3).to(head)
+
+    def forward(self, x: Tensor) -> Tensor:
+        said = torch.tanh(self.body(x.to(self.body.weight.dtype)))
+        return self.head(said.to(self.head.weight.dtype)).to(self.body.weight.dtype)
+
+
+@pytest.mark.parametrize(
+    ("body", "head"),
+    [(torch.float32, torch.bfloat16), (torch.float64, torch.float32)],
+    ids=["half in single", "single in double"],
+)
+def test_a_model_of_two_precisions_rounds_as_the_lower_one_and_a_fault_still_shows(
+    body: torch.dtype, head: torch.dtype
+) -> None:
+    batch = torch.randn(12, 6, generator=torch.Generator().manual_seed(4))
+    right = wb.check(Mixed(body, head), lambda model, x: model(x).square().mean(1), batch, 5)
+    assert right.verdict == "exact", str(right)
+    wrong = wb.check(
+        Mixed(body, head), lambda model, x: wb.from_mean(model(x).square().mean(), items=1), batch, 5, verify="never"
+    )
+    assert wrong.verdict == "not exact"

@@ -100,13 +100,13 @@ def split(cut: Cut, rows: Sequence[int], layout: str, marks: Sequence[float] = (
 
 
 def _mixed(cut: Cut, lengths: Sequence[int], limit: int) -> Iterator[Sample]:
-    """The shortest row beside the longest and its own neighbour, if they fit: parts that are padded differently."""
+    """The longest row, the shortest and its neighbour, if they fit, in order of length: parts padded differently."""
     order = sorted(range(len(lengths)), key=lambda row: -lengths[row])
     longest, shortest = order[0], order[-1]
     near = shortest + 1 if shortest + 1 < len(lengths) else shortest - 1
-    rows = list(dict.fromkeys([shortest, longest, near]))
+    rows = list(dict.fromkeys([longest, near, shortest]))
     if len(rows) > 1 and len(rows) * lengths[longest] <= limit:
-        yield Sample(cut, rows, (rows[:1], rows[1:]), "rows of different length")
+        yield Sample(cut, rows, (rows[:-1], rows[-1:]), "rows of different length")
 
 
 def _spread(micro_batches: Sequence[MicroBatch], names: Sequence[str], samples: bool) -> Iterator[Sample]:

@@ -331,6 +331,9 @@ def _local(tensor: Tensor) -> Tensor:
 def _equal(was: Tensor, now: Tensor) -> bool:
     if was.shape != now.shape or was.dtype != now.dtype or was.device != now.device:
         return False
+    if was.is_nested:
+        rows = was.unbind(), now.unbind()
+        return len(rows[0]) == len(rows[1]) and all(_equal(one, two) for one, two in zip(*rows, strict=True))
     if was.layout is not torch.strided:
         return bool(mark_of(was.to_dense()) == mark_of(now.to_dense()))
     return torch.equal(was, now) or bool(((was == now) | (was.isnan() & now.isnan())).all())

@@ -108,9 +108,10 @@ class Measurement:
             )
             cut = micro_batches_of(self.batch, 1, whole=self.names, collate=self.collate)
             truth = self.read([micro_batch.load() for micro_batch in cut])
-        if self.dtype == torch.float64 or self.reading["dtype"] != torch.float64 or truth.micro_batches != 1:
+        wide = all(p.dtype == torch.float64 for p in self.stage.model.parameters() if p.is_floating_point())
+        if wide or self.reading["dtype"] != torch.float64 or truth.micro_batches != 1:
             return truth, None
-        reading = {**self.reading, "dtype": self.dtype}
+        reading = {**self.reading, "dtype": self.dtype, "as_is": True}
         try:
             return truth, plain_gradient(self.stage.model, self.loss_fn, whole, **reading)
         except FOREIGN:
@@ -244,7 +245,7 @@ class Measurement:
         self.by_parameter = errors_of(ran.gradients, truth.gradients)
         if own is not None:
             self.own_error = compare(*joined(own.gradients, truth.gradients)).error
-        self.tolerance = max(summed(self.rounding.sums, count), 2 * self.own_error)
+        self.tolerance = max(summed(self.rounding.sums, count), 4 * self.own_error)
         micro_batches = shares(lambda: ran.micro_batches, self.wrapped)
         if any(over_ranks(bool(self.findings) or not self.comparable, self.wrapped)):
             return
@@ -401,7 +402,7 @@ class Measurement:
         if any(each.kind == "generator" for each in ran.moved):
             return  # one of the user's own, which nobody set back at the beginning of each micro-batch
         starts = [call.start for call in ran.watched.calls[-ran.result.micro_batches :]]
-        reading = {**self.reading, "dtype": self.dtype}
+        reading = {**self.reading, "dtype": self.dtype, "as_is": True}
         try:
             again = plain_gradient(self.stage.model, Replayed(self.loss_fn, starts), ran.micro_batches, **reading)
         finally:

@@ -136,6 +136,7 @@ def plain_gradient(
     dtype: torch.dtype = torch.float64,
     outside: list[Tensor] | None = None,
     in_place: bool = False,
+    as_is: bool = False,
     observe: Callable[[nn.Module], AbstractContextManager[Any]] = nullcontext,
 ) -> Reference:
     """Return the gradient of micro-batches taken together: count every denominator first, then add up the shares.
@@ -144,15 +145,17 @@ def plain_gradient(
         outside: the tensors besides the model's that are known to receive gradients; those found are appended.
         in_place: use the model itself in its own precision, where no copy can take its place; its buffers are put
             back, and so are gradients.
+        as_is: leave every number of the copy in its own precision, as a model may be of several.
         observe: a context around the reading, given the model that is read.
 
     Raises:
         OtherName: if gradients reach the model itself, and a copy was to receive them.
     """
     plain = unwrapped(model)
-    twin = plain if in_place else in_dtype(plain, dtype)
+    precision = None if in_place or as_is else dtype
+    twin = plain if in_place else in_dtype(plain, precision)
     device = next((parameter.device for parameter in twin.parameters()), None)
-    batches = [_copy(micro_batch, None if in_place else dtype, device) for micro_batch in micro_batches]
+    batches = [_copy(micro_batch, precision, device) for micro_batch in micro_batches]
     reading = _Reading(twin, model, loss_fn, batches, [] if outside is None else outside)
     state = State(twin)
     try:
@@ -420,7 +423,7 @@ def hooks_of(tensor: Tensor) -> list[Callable[[Tensor], Tensor | None]]:
     return list((getattr(tensor, "_backward_hooks", None) or {}).values())
 
 
-def in_dtype(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+def in_dtype(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
     """Return a copy of a model with all its real numbers in ``dtype``, plain attributes too, without gradients."""
     twin = _like(copied(model, dtype), model)
     for tensor in (*twin.parameters(), *twin.buffers()):
