@@ -259,7 +259,7 @@ def place_of(frame: FrameType | None) -> str:
         owner, path = frame.f_locals.get("self"), Path(code.co_filename)
         if isinstance(owner, nn.modules.batchnorm._NormBase):
             layer = type(owner).__name__
-        if TORCH not in path.parents:
+        if TORCH not in path.parents and code.co_name != "__torch_function__":  # a watch, which only passes on
             own = f"{code.co_name}, {path.name}, line {frame.f_lineno}"
         frame = frame.f_back
     return f"{layer or 'batch_norm'} (called in {own})"

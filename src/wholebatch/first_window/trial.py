@@ -18,9 +18,10 @@ from wholebatch.batch.tree import Nest, move, rows_of
 from wholebatch.errors import SplitError
 from wholebatch.first_window.conduct import Watched
 from wholebatch.first_window.draws import FixedDraws, NormWatch, uncompiled
+from wholebatch.first_window.kinks import Kink, KinkWatch
 from wholebatch.first_window.sample import Sample
 from wholebatch.loss.denominators import Known, counted_divisors
-from wholebatch.loss.seeds import Shares
+from wholebatch.loss.seeds import Shares, weighted
 from wholebatch.loss.shapes import Shapes
 from wholebatch.loss.terms import Answer, read
 from wholebatch.loss.totals import KNOWN, Sums, Tally
@@ -52,6 +53,7 @@ class Outcome:
         shapes: of what the loss function returned for the whole and for the parts.
         stated: the terms whose items the loss function states beside a number, so that nobody can count them again.
         provisional: whether the window will divide by a provisional number, as the terms share one that is not known.
+        kinks: what was clipped, bent or compared in the loss of each micro-batch, the whole first.
     """
 
     gradient: float = 0.0
@@ -67,6 +69,7 @@ class Outcome:
     shapes: Shapes = field(default_factory=Shapes)
     stated: set[Any] = field(default_factory=set)
     provisional: bool = False
+    kinks: list[list[Kink]] = field(default_factory=list)
 
     @property
     def empty(self) -> str:
@@ -136,7 +139,7 @@ class Trial:
         self._portion = 2.0 ** (1 - max(micro_batches, 1).bit_length())
         self._learning = learning
         self._gradients = Gradients()
-        self._watched, self._outcome = Watched(loss_fn, {}), Outcome()
+        self._watched, self._outcome, self._kinks = Watched(loss_fn, {}), Outcome(), KinkWatch()
 
     @functools.cached_property
     def _start(self) -> Snapshot:
@@ -226,6 +229,8 @@ class Trial:
             said = read(self._returned(micro_batch))
             self._outcome.shapes.note(said, _rows(micro_batch, self.options), self._watched.micro_batch)
             answer = tally.add(said)
+            sums = [] if answer is None else [output for output, _ in weighted(answer).values()]
+            self._outcome.kinks.append(self._kinks.take(sums))
             if answer is None:
                 continue
             self._outcome.stated |= {key for key, term in answer.terms.items() if term.kind == "count"}
@@ -248,7 +253,8 @@ class Trial:
     def _returned(self, micro_batch: Any) -> Any:
         """Call the loss function with a micro-batch of its own, which it may change."""
         copied = Nest(micro_batch).map(lambda leaf: _copied(leaf.value))
-        with self.ranks.local(), offloaded(self.survey.model, self.options.get("offload", False)):
+        self._kinks.take([])  # of a call that has failed
+        with self.ranks.local(), offloaded(self.survey.model, self.options.get("offload", False)), self._kinks:
             return self._watched(self.survey.model, move(copied, self.survey.device))
 
     def _norm(self) -> float:

@@ -9,6 +9,7 @@ from wholebatch.batch.tree import Nest
 from wholebatch.batch.window import MicroBatch, Window
 from wholebatch.errors import InexactError, LossError, SplitError, WholeBatchError
 from wholebatch.first_window import reasons
+from wholebatch.first_window.kinks import bent_over_rows
 from wholebatch.first_window.sample import Sample, others_of
 from wholebatch.first_window.trial import Outcome, Trial
 from wholebatch.first_window.watch import alone, handed_on
@@ -95,21 +96,43 @@ class Judge:
 
     def _verdict(self, sample: Sample, outcome: Outcome) -> str:
         if outcome.adds_up:
-            return _words(sample, outcome)
+            return self._shown(sample, outcome)
         if outcome.seen:  # their last dimension may be that of the rows
             again = self._safely(sample, alike=True)
             if again is not None and again.adds_up:
-                return _words(sample, again)
+                return self._shown(sample, again)
         self._refuse_unsteady(sample, outcome)
         for other in others_of(sample, self.batch, self.micro_batches, self.options):
             again = self._safely(other)
             if again is not None and again.adds_up and not again.empty and self._explains(other):
-                return _words(other, again)
+                return self._shown(other, again)
         if self._is_rounding(sample, outcome):
-            return _words(sample, outcome)
+            return self._shown(sample, outcome)
         self._leave_ready_made_alone(sample, outcome)
         outcome.shapes.check()
         raise InexactError(self._cause(sample, outcome))
+
+    def _shown(self, sample: Sample, outcome: Outcome) -> str:
+        """Say what adds up, and what that does not show of later windows.
+
+        Raises:
+            InexactError: if the loss bends a value that has met all rows: it adds up as long as no part is beyond.
+        """
+        bent, compared = bent_over_rows(outcome.kinks[0], outcome.kinks[1:])
+        if bent and not self._ready_made_alone(sample):
+            raise InexactError(
+                f"{bent} bends a value that is one of all rows of a micro-batch, such as their mean. These rows lie on "
+                "one side, so the parts add up now; as soon as some micro-batches lie on the other, their sum is "
+                "another than what the whole batch would give. A loss over all rows takes wb.coupled_backward, which "
+                "bends the value of the batch; to bend each row's own, do so before the mean: "
+                'wb.mean(values.clamp(min=...)); verify="never" goes on as a plain loop would.'
+            )
+        beyond = bent or compared
+        return _words(sample, outcome) + (
+            f"; {beyond} takes a value of all rows, and what comes of it on the other side is not shown"
+            if beyond
+            else ""
+        )
 
     def _explains(self, sample: Sample) -> bool:
         """Tell whether a layout is the reason: cut through it, rows must not add up; further rows laid so must.
@@ -173,12 +196,18 @@ class Judge:
             if not carried:
                 return
             raise NotTried(f"each micro-batch hands {', '.join(carried[:3])} on to the next one")
-        shared = [leaf for leaf in Nest(sample.cut(sample.whole)).leaves if leaf.rows == len(sample.whole)]
-        if len(shared) < 2 or max(len(leaf.shape) for leaf in shared) < 2:
+        if self._ready_made_alone(sample):
             raise NotTried(
                 f"the {len(sample.whole)} entries of a ready-made micro-batch are not its parts' sum, so that nothing "
                 "says whether they are rows"
             )
+
+    def _ready_made_alone(self, sample: Sample) -> bool:
+        """Whether nothing says that what only the proof cuts has rows, as a second tensor of as many, their labels."""
+        if not self._ready_made:
+            return False
+        shared = [leaf for leaf in Nest(sample.cut(sample.whole)).leaves if leaf.rows == len(sample.whole)]
+        return len(shared) < 2 or max(len(leaf.shape) for leaf in shared) < 2
 
     def _is_rounding(self, sample: Sample, outcome: Outcome) -> bool:
         """Tell whether the order of the rows alone makes about as much difference."""
