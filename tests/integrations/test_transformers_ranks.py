@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
+import wholebatch as wb
 from tests.distributed import Ranks, RanksError
 from tests.oracle import Gradients, assert_differs, assert_same_gradient, whole_batch
 
@@ -111,3 +113,40 @@ def test_the_trainer_by_itself_is_off(ranks: Ranks, kind: str, changes: Any, set
 def test_the_trainer_by_itself_hangs_where_one_rank_has_a_micro_batch_more(ranks: Ranks) -> None:
     with pytest.raises(RanksError, match="not done"):
         ranks.run(run, "LlamaForCausalLM", {}, alone.texts(18), False, uneven(), seconds=4.0)
+
+
+class Stream(torch.utils.data.IterableDataset[Any]):
+    """Rows of one length, without a length: three rows more than a whole number of batches over two ranks."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(STREAMED)
+
+
+STREAMED = alone.labelled(alone.texts(19, 8, 9), lambda i: i % 3)
+
+
+def stream(dispatches: bool) -> Any:
+    settings = {"max_steps": 2, "accelerator_config": {"dispatch_batches": dispatches}}
+    try:
+        return run("BertForSequenceClassification", alone.CLASSES, Stream(), True, settings)[0]
+    except wb.InexactError as refusal:
+        return str(refusal)
+
+
+def test_a_stream_that_one_rank_reads_for_all_counts_each_row_once(ranks: Ranks) -> None:
+    expected = alone.references(alone.tiny("BertForSequenceClassification", **alone.CLASSES), STREAMED)
+    for steps in ranks.run(stream, True, seconds=60.0):
+        for ours, reference in zip(steps, expected, strict=True):
+            assert_same_gradient(ours, reference)
+    assert_differs(
+        alone.references(
+            alone.tiny("BertForSequenceClassification", **alone.CLASSES), STREAMED[:16] + STREAMED[16:] + STREAMED[:1]
+        )[1].gradients,
+        expected[1],
+        by=0.1,
+    )
+
+
+def test_a_stream_whose_last_batch_is_filled_up_is_refused_where_ranks_read_for_themselves(ranks: Ranks) -> None:
+    for said in ranks.run(stream, False, seconds=60.0):
+        assert "ends after 19 rows, no whole number of batches of 4 rows over 2 ranks" in said

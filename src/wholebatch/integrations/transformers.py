@@ -26,6 +26,7 @@ from wholebatch.batch.window import Window, micro_batches_of
 from wholebatch.errors import InexactError, WholeBatchError
 from wholebatch.integrations.foreign_loop import everywhere, world
 from wholebatch.integrations.infer_denominator import Counter, has_rows, targets_of
+from wholebatch.integrations.streams import draw, refuse_repeats
 from wholebatch.integrations.trainer_loss import Meaning, is_number
 from wholebatch.integrations.watching import FirstWindow
 from wholebatch.loss.totals import Schema, Sums, Tally
@@ -127,9 +128,12 @@ class _Inside(transformers.Trainer):
         self.data_collator = cast("Any", _as_they_are if self._cuts_samples else collator)
         loading.even_batches = even and self._stays
         try:
-            return super().get_train_dataloader()
+            loader = super().get_train_dataloader()
         finally:
             self.data_collator, loading.even_batches = collator, even
+        if not self._stays:
+            refuse_repeats(loader)
+        return loader
 
     def set_initial_training_values(self, args: Any, dataloader: Any) -> tuple[Any, ...]:
         """Let every rank run as many windows as the one with most, so that none waits for the others in vain."""
@@ -142,7 +146,7 @@ class _Inside(transformers.Trainer):
             self._shares = _Shares([], 0.0, 1)
             drawn: tuple[list[Any], Any] = super().get_batch_samples(epoch_iterator, num_batches, device)
             return drawn
-        batches = list(itertools.islice(epoch_iterator, num_batches))
+        batches = draw(epoch_iterator, num_batches, self.accelerator)
         if not self._cuts_samples:
             self._learn(batches)
         items = None if self._cuts_samples else self._meaning.count(batches)
