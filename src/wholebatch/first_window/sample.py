@@ -36,6 +36,7 @@ class Sample:
         layout: how they were cut, in words.
         through: the first part of another cut, through the rows that this one keeps together; nothing if it keeps none.
         further: other rows, laid in the same way, that have to add up too.
+        beside: a few rows that lie side by side, as those of a class or of a prompt do, to be tried besides.
     """
 
     cut: Cut
@@ -44,6 +45,7 @@ class Sample:
     layout: str
     through: Sequence[int] = ()
     further: tuple[Sample, ...] = ()
+    beside: Sample | None = None
 
     @property
     def sizes(self) -> str:
@@ -110,10 +112,7 @@ def _mixed(cut: Cut, lengths: Sequence[int], limit: int) -> Iterator[Sample]:
 
 
 def _spread(micro_batches: Sequence[MicroBatch], names: Sequence[str], samples: bool) -> Iterator[Sample]:
-    """As many rows as a micro-batch has, from all over the batch and as different as they come, and their neighbours.
-
-    Rows that belong together, such as those of a class or of a prompt, lie beside each other, and are cut apart.
-    """
+    """As many rows as a micro-batch has, from all over the batch and as different as they come."""
     first = micro_batches[0]
     if len(micro_batches) < 2 or any(micro_batch.cut != first.cut for micro_batch in micro_batches):
         return
@@ -121,20 +120,16 @@ def _spread(micro_batches: Sequence[MicroBatch], names: Sequence[str], samples: 
     marks = [] if samples else _marks(first.cut(rows), names)
     order = sorted(range(len(rows)), key=marks.__getitem__) if marks else range(len(rows))
     size = max(first.rows, 2)
-    count = size // 3
-    far = [order[i * (len(rows) - 1) // (size - count - 1)] for i in range(size - count)]
-    laid = [_beside(far, count, len(rows)), _beside(far[::-1], count, len(rows))]
-    few = _few(size)
-    places = max(laid, key=lambda places: _apart([marks[place] for place in places], few)) if marks else laid[0]
-    yield split(first.cut, [rows[place] for place in places], "rows")
+    places = [order[i * (len(rows) - 1) // (size - 1)] for i in range(size)]
+    spread = split(first.cut, [rows[place] for place in places], "rows", [marks[place] for place in places if marks])
+    yield replace(spread, beside=_beside(first, rows))
 
 
-def _beside(far: Sequence[int], count: int, rows: int) -> list[int]:
-    """Put neighbours of the first places behind them, so that a first part is cut off from its own."""
-    beside = [next_to for place in far for next_to in (place + 1, place - 1) if 0 <= next_to < rows]
-    near = dict.fromkeys(place for place in [*beside, *range(rows)] if place not in far)
-    half = len(far) // 2
-    return [*far[:half], *list(near)[:count][::-1], *far[half:]]
+def _beside(first: MicroBatch, rows: Sequence[int]) -> Sample | None:
+    """Three rows in a row, the middle one apart from both others, or two; None where a micro-batch has one."""
+    start = max(len(rows) // 2 - 1, 0)
+    few = rows[start : start + min(first.rows, 3)]
+    return Sample(first.cut, few, (few[1:2], [*few[:1], *few[2:]]), "rows side by side") if len(few) > 1 else None
 
 
 def _joined(micro_batches: Sequence[MicroBatch]) -> Iterator[Sample]:
@@ -142,7 +137,9 @@ def _joined(micro_batches: Sequence[MicroBatch]) -> Iterator[Sample]:
     places = sorted({round(i * (len(micro_batches) - 1) / (SOME - 1)) for i in range(SOME)})
     pairs = list(combinations([micro_batches[place] for place in places], 2))
     made = []
-    for one, two in [pairs[0], *pairs[1 :: max(1, len(pairs) // SOME)]]:
+    middle = (len(micro_batches) - 1) // 2
+    adjacent = [micro_batches[:2], micro_batches[middle : middle + 2]]  # which rows cut apart would be shared by
+    for one, two in [pairs[0], *adjacent, *pairs[1 :: max(1, len(pairs) // SOME)]]:
         if one.cut == two.cut and one.index != two.index and min(one.rows, two.rows) > 1:
             rows, parts = [*one.index, *two.index], (list(one.index), list(two.index))
             made.append(Sample(one.cut, rows, parts, "two micro-batches", _half_of_each(*parts)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 from wholebatch.batch.tree import Nest
@@ -65,7 +66,9 @@ class Judge:
                 self._refuse_unserved_batch_norm(outcome)
                 reason = outcome.empty
                 if not reason:
-                    return self._verdict(sample, outcome)
+                    said = self._verdict(sample, outcome)
+                    self._try_beside(samples[0].beside)
+                    return said
             except NotTried as error:
                 reason = str(error)
         raise NotTried(reason)
@@ -133,6 +136,18 @@ class Judge:
             if beyond
             else ""
         )
+
+    def _try_beside(self, sample: Sample | None) -> None:
+        """Try rows that lie side by side; what can't be shown of these few takes nothing from what has been shown.
+
+        Raises:
+            InexactError: if they do not add up.
+        """
+        outcome = None if sample is None else self._safely(sample)
+        if sample is None or outcome is None or outcome.empty or not outcome.is_finite:
+            return
+        with suppress(NotTried):
+            self._verdict(sample, outcome)
 
     def _explains(self, sample: Sample) -> bool:
         """Tell whether a layout is the reason: cut through it, rows must not add up; further rows laid so must.
