@@ -4,7 +4,7 @@ The error is against the float64 sum of the very gradients that the micro-batche
 adding up alone. It is taken before the one rounding with which the sum goes into ``.grad``, and after it. Steps without
 and with the option take turns.
 
-    python benchmarks/precision.py --pieces 8 64 256
+    python benchmarks/precision.py --micro-batches 8 64 256
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def times(model: nn.Module, batch: Tensor, micro_batches: int, rounds: int) -> d
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--pieces", type=int, nargs="+", default=[8, 64, 256])
+    parser.add_argument("--micro-batches", type=int, nargs="+", default=[8, 64, 256])
     parser.add_argument("--rows", type=int, default=2, help="of a micro-batch")
     parser.add_argument("--length", type=int, default=64)
     parser.add_argument("--width", type=int, default=128)

@@ -318,7 +318,7 @@ def main() -> None:
     parser.add_argument("--batches", type=int, default=3, help="optimizer steps of an epoch")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--batch", type=int, default=128, help="rows of a batch")
-    parser.add_argument("--pieces", type=int, default=8, help="micro-batches of a batch where they are fixed")
+    parser.add_argument("--micro-batches", type=int, default=8, help="micro-batches of a batch where they are fixed")
     parser.add_argument("--longest", type=int, default=512, help="rows are cut to so many tokens")
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--layers", type=int, default=4)
@@ -337,7 +337,7 @@ def main() -> None:
         results += [row(corpus, name, seen, setting) for name in CONTESTANTS]
         settings |= {"cap": setting.cap, "parameters": sum(p.numel() for p in setting.model().parameters())}
     settings |= {
-        name: getattr(options, name) for name in ("batches", "rounds", "batch", "pieces", "longest", "hidden", "layers")
+        name: getattr(options, name) for name in ("batches", "rounds", "batch", "micro_batches", "longest", "hidden", "layers")
     }
     for result in results:
         wall, cpu = (f"{result[key]['median']:.3f}" for key in ("wholebatch_is", "wholebatch_is_cpu"))

@@ -52,7 +52,7 @@ def test_the_overhead_is_measured_for_three_models_and_two_tiny_ones(tmp_path: P
 
 def test_the_ways_to_run_uneven_rows_train_the_same_parameters(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    small = "--batches 2 --rounds 1 --batch 8 --pieces 4 --longest 48 --hidden 16 --layers 1 --threads 1"
+    small = "--batches 2 --rounds 1 --batch 8 --micro-batches 4 --longest 48 --hidden 16 --layers 1 --threads 1"
     bench("variable_length", *small.split(), "--corpus", "log-normal", "--out", str(tmp_path))
     rows = {row["name"]: row for row in rows_of(tmp_path, "variable_length")}
     assert rows["no padding at all (the limit)"]["padding"] == 0
@@ -81,7 +81,7 @@ def test_a_window_in_which_memory_runs_out_has_the_same_gradient(tmp_path: Path)
 
 
 def test_sums_in_float32_keep_what_sums_in_bfloat16_lose(tmp_path: Path) -> None:
-    small = "--pieces 64 --length 16 --width 32 --layers 2 --rounds 1"
+    small = "--micro-batches 64 --length 16 --width 32 --layers 2 --rounds 1"
     bench("precision", *small.split(), "--out", str(tmp_path))
     (row,) = rows_of(tmp_path, "precision")
     assert row["float32, the sum"] < 1e-6 < row["float32, in .grad"] < 2e-3 < 4e-3 < row["bfloat16"]

@@ -97,7 +97,7 @@ def test_the_change_that_is_shown_mends_the_loop(name: str, tmp_path: Path) -> N
     change = report["findings"][0]["change"]
     assert path.read_text().count(change["out"]) == 1
     mended = path.read_text().replace(change["out"], change["into"])
-    mended = mended.replace("pieces_in_this_window", "min(k, len(loader) - i // k * k)")
+    mended = mended.replace("micro_batches_in_this_window", "min(k, len(loader) - i // k * k)")
     again = tmp_path / path.name
     again.write_text(mended)
     status, report = examine(again)
