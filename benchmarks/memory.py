@@ -144,7 +144,9 @@ def draw(rows: list[dict[str, Any]], cap: int, path: Path) -> None:
     spread = [(ratio["median"] - ratio["low"], ratio["high"] - ratio["median"]) for ratio in ratios]
     bars = time.barh(names, medians, xerr=list(zip(*spread, strict=True)), color=colours)
     time.bar_label(
-        bars, [f"  {row['cpu_ratio']['median']:.2f} ({counted(row['pieces'], 'micro-batch')})" for row in rows], padding=6
+        bars,
+        [f"  {row['cpu_ratio']['median']:.2f} ({counted(row['pieces'], 'micro-batch')})" for row in rows],
+        padding=6,
     )
     time.set(xlabel="CPU time of a step, whole batch = 1", xlim=(0, 1.7 * max(medians)))
     time.invert_yaxis()

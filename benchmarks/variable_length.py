@@ -336,9 +336,8 @@ def main() -> None:
         seen = compete(setting, options.rounds)
         results += [row(corpus, name, seen, setting) for name in CONTESTANTS]
         settings |= {"cap": setting.cap, "parameters": sum(p.numel() for p in setting.model().parameters())}
-    settings |= {
-        name: getattr(options, name) for name in ("batches", "rounds", "batch", "micro_batches", "longest", "hidden", "layers")
-    }
+    names = ("batches", "rounds", "batch", "micro_batches", "longest", "hidden", "layers")
+    settings |= {name: getattr(options, name) for name in names}
     for result in results:
         wall, cpu = (f"{result[key]['median']:.3f}" for key in ("wholebatch_is", "wholebatch_is_cpu"))
         factor = f"padding {result['padding']:.3f}  wholebatch is {wall} x, cpu {cpu} x"
