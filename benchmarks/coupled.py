@@ -33,11 +33,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import wholebatch as wb
 from wholebatch.batch.window import micro_batches_of
-from wholebatch.batchnorm.executor import Engine
-from wholebatch.batchnorm.tensor_store import Shelf
+from wholebatch.batchnorm.executor import Executor
+from wholebatch.batchnorm.tensor_store import TensorStore
 from wholebatch.batchnorm.window import WholeWindow
-from wholebatch.model.inspection import Survey
-from wholebatch.ranks.agreement import Ranks
+from wholebatch.model.inspection import ModelInfo
+from wholebatch.ranks.agreement import SingleProcess
 from wholebatch.train.corpus import signatures
 
 PARTS = ["BatchNorm", "contrastive", "MiniLM"]
@@ -84,7 +84,7 @@ class LiveBytes(TorchDispatchMode):
         self.now -= self._known.pop(key, 0)
 
 
-class CountedShelf(Shelf):
+class CountedShelf(TensorStore):
     """A host for a machine that has none apart: copies that are counted for themselves."""
 
     def __init__(self) -> None:
@@ -169,10 +169,10 @@ def sparing(model: nn.Module, rows: Rows, size: int) -> None:
     wb.backward(model, losses, rows, micro_batch_size=size, batch_norm="exact", offload=True)
 
 
-def exact_on(shelf: Shelf) -> Run:
+def exact_on(shelf: TensorStore) -> Run:
     def run(model: nn.Module, rows: Rows, size: int) -> None:
         micro_batches = micro_batches_of(rows, size)
-        window = WholeWindow(Survey(model), losses, Ranks(), Engine(model, shelf))
+        window = WholeWindow(ModelInfo(model), losses, SingleProcess(), Executor(model, shelf))
         window.forward(micro_batches)
         for micro_batch in micro_batches:
             (window.loss(micro_batch).sum() / len(rows[0])).backward()

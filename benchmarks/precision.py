@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import wholebatch as wb
 from wholebatch.gradient.separable import accumulate
-from wholebatch.model.gradients import Gradients
+from wholebatch.model.gradients import GradientAccumulator
 from wholebatch.train.model import Decoder
 
 WORDS = 256
@@ -60,7 +60,7 @@ def errors(model: nn.Module, batch: Tensor, micro_batches: int) -> dict[str, flo
     wb.backward(model, loss_fn, batch, size)
     narrow = error(gradients(model), reference)
     model.zero_grad()
-    pending = accumulate(model, loss_fn, batch, size, Gradients(), accumulate_in=torch.float32)
+    pending = accumulate(model, loss_fn, batch, size, GradientAccumulator(), accumulate_in=torch.float32)
     pending.merge()
     wide = error(pending.gradients.held(), reference)
     pending.gradients.round()

@@ -19,14 +19,14 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from wholebatch.batchnorm.moments import Moments, merged
-from wholebatch.model.inspection import Survey
+from wholebatch.model.inspection import ModelInfo
 
 ARGUMENTS = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
 """Those of ``torch.nn.functional.batch_norm``; ``torch.batch_norm`` has weight and bias before the statistics."""
 
 
 @dataclass
-class _Running:
+class _RunningStatistics:
     """The buffers of one layer, the moments pooled so far, and the share that its first update asked for."""
 
     mean: Tensor
@@ -51,7 +51,7 @@ class Pooled(TorchFunctionMode):
         self._replace = replace
         self._layers = [m for m in modules if isinstance(getattr(m, "num_batches_tracked", None), Tensor)]
         self._counted: dict[nn.Module, Tensor] = {}
-        self._running: dict[int, _Running] = {}
+        self._running: dict[int, _RunningStatistics] = {}
 
     def __enter__(self) -> Pooled:
         self._running.clear()
@@ -89,7 +89,7 @@ class Pooled(TorchFunctionMode):
         moments = Moments(count, own["running_mean"], own["running_var"] * (count - 1))
         held = self._running.get(id(mean))
         if held is None:
-            self._running[id(mean)] = _Running(mean, variance, given["momentum"], moments)
+            self._running[id(mean)] = _RunningStatistics(mean, variance, given["momentum"], moments)
         else:
             held.pooled = merged([held.pooled, moments])
         return result
@@ -114,9 +114,9 @@ class Pooled(TorchFunctionMode):
                 _counter(layer).copy_(before + 1)
 
 
-def pooled(survey: Survey, wanted: bool) -> AbstractContextManager[Pooled | None]:
+def pooled(model_info: ModelInfo, wanted: bool) -> AbstractContextManager[Pooled | None]:
     """Pool running statistics over a block, or leave everything as it is."""
-    return Pooled((*survey.modules, *survey.outside)) if wanted else nullcontext()
+    return Pooled((*model_info.modules, *model_info.outside)) if wanted else nullcontext()
 
 
 def recalibrate(

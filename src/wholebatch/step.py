@@ -21,7 +21,7 @@ from wholebatch.gradient.coupled import Coupled, accumulate_coupled, checked_for
 from wholebatch.gradient.separable import LossFunction, Pending, Result, accumulate
 from wholebatch.loss.counts import Count, precise
 from wholebatch.model.flat_gradients import Buffers
-from wholebatch.model.gradients import Gradients, all_or_nothing
+from wholebatch.model.gradients import GradientAccumulator, all_or_nothing
 from wholebatch.options import STEP, Options, checked, checked_scaler
 
 VERSION = 1
@@ -190,7 +190,7 @@ class Step:
             stacklevel=4,  # above what shortens errors
         )
 
-    def _run(self, batch: Any, gradients: Gradients) -> StepResult:
+    def _run(self, batch: Any, gradients: GradientAccumulator) -> StepResult:
         buffers = Buffers(self.optimizer, first=not self.steps)
         taken = self._take(batch, gradients, buffers)
         try:
@@ -203,7 +203,7 @@ class Step:
             self.rows += taken.rows
         return taken
 
-    def _take(self, batch: Any, gradients: Gradients, buffers: Buffers) -> StepResult:
+    def _take(self, batch: Any, gradients: GradientAccumulator, buffers: Buffers) -> StepResult:
         """Run the window, and let the optimizer step if it can be stepped."""
         mine = [p for group in self.optimizer.param_groups for p in group["params"]]
         free = [] if self.steps else self._in_no_step()
@@ -229,7 +229,7 @@ class Step:
         served = {id(p) for step in STEPS for group in step.optimizer.param_groups for p in group["params"]}
         return [(name, p) for name, p in self.model.named_parameters() if id(p) not in served and p.grad is None]
 
-    def _accumulate(self, batch: Any, mine: Sequence[Tensor], gradients: Gradients) -> Pending:
+    def _accumulate(self, batch: Any, mine: Sequence[Tensor], gradients: GradientAccumulator) -> Pending:
         size, loss, rest = self.micro_batch_size, self.loss_fn, self.options
         if isinstance(loss, Coupled):
             return accumulate_coupled(self.model, loss, batch, size, gradients, scaler=self.scaler, also=mine, **rest)

@@ -248,14 +248,14 @@ def test_a_shallow_copy_with_its_caches_would_count_all_rows() -> None:
 def test_it_may_lie_in_dicts_lists_and_windows(name: str) -> None:
     batch, model = made(name), nn.Linear(3, 1).double()
     reference = whole_batch(model, lambda model, pair: (model(pair[0]) - pair[1]).square().mean(), (batch.x, batch.y))
-    for nest, find in (
+    for tree, find in (
         ({"own": batch, "id": list(range(10))}, lambda micro_batch: micro_batch["own"]),
         ([batch, torch.arange(10)], lambda micro_batch: micro_batch[0]),
         (wb.Window([batch]), lambda micro_batch: micro_batch),
     ):
         model.zero_grad()
         wb.backward(
-            model, lambda model, micro_batch, find=find: sum_over_its_own_count(model, find(micro_batch)), nest, 4
+            model, lambda model, micro_batch, find=find: sum_over_its_own_count(model, find(micro_batch)), tree, 4
         )
         assert_same_gradient(model, reference)
 

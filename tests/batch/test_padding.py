@@ -15,7 +15,7 @@ from torch.nn import functional as F
 import wholebatch as wb
 from tests.oracle import assert_differs, assert_same_gradient, whole_batch
 from wholebatch.batch.padding import Padding
-from wholebatch.batch.tree import Nest
+from wholebatch.batch.tree import BatchTree
 from wholebatch.batch.window import micro_batches_of
 from wholebatch.errors import SplitError
 
@@ -116,7 +116,7 @@ def test_left_padding_trimmed_without_positions_would_be_wrong() -> None:
 def test_a_hole_in_the_mask_is_no_padding() -> None:
     mask = torch.tensor([[1, 0, 0, 1, 0, 0], [1, 1, 0, 0, 0, 0]])
     ids = torch.tensor([[5, 6, 7, 8, 0, 0], [1, 2, 0, 0, 0, 0]])
-    padding = Padding(Nest({"ids": ids, "mask": mask}), "mask")
+    padding = Padding(BatchTree({"ids": ids, "mask": mask}), "mask")
     assert (padding.lengths, padding.starts, padding.width) == ([4, 2], [0, 0], 6)
 
 
@@ -124,7 +124,7 @@ def test_a_row_without_tokens_keeps_one_position() -> None:
     batch = padded([3, 2])
     for value, filling in zip(batch.values(), (0, 0, -100), strict=True):
         value[1] = filling
-    assert Padding(Nest(batch), "attention_mask").lengths == [3, 1]
+    assert Padding(BatchTree(batch), "attention_mask").lengths == [3, 1]
     for value, filling in zip(batch.values(), (0, 0, -100), strict=True):
         value[0] = filling
     assert [micro_batch.load()["input_ids"].shape for micro_batch in micro_batches_of(batch, wb.Tokens(9))] == [(2, 1)]

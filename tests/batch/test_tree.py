@@ -81,7 +81,7 @@ def per_row(rows: int) -> st.SearchStrategy[Any]:
 WHOLE = st.one_of(st.none(), st.text(max_size=3), st.floats(allow_nan=False), st.just(torch.tensor(3.0)), st.booleans())
 
 
-def nests(rows: int) -> st.SearchStrategy[Any]:
+def trees(rows: int) -> st.SearchStrategy[Any]:
     """Structures of structures; a tuple or list of fields holds a tensor and something else: it is no list of rows."""
     leaves = st.one_of(per_row(rows), WHOLE)
 
@@ -103,7 +103,7 @@ def nests(rows: int) -> st.SearchStrategy[Any]:
 
 @given(st.data(), st.integers(1, 6))
 def test_cutting_and_joining_is_the_identity(data: st.DataObject, rows: int) -> None:
-    batch = data.draw(nests(rows))
+    batch = data.draw(trees(rows))
     cuts = sorted(data.draw(st.sets(st.integers(1, rows - 1)))) if rows > 1 else []
     ends = list(itertools.pairwise([0, *cuts, rows]))
     micro_batches = [take(batch, slice(start, end)) for start, end in ends]
@@ -113,7 +113,7 @@ def test_cutting_and_joining_is_the_identity(data: st.DataObject, rows: int) -> 
 
 @given(st.data(), st.integers(1, 6))
 def test_rows_are_taken_in_the_order_asked_for(data: st.DataObject, rows: int) -> None:
-    batch = data.draw(nests(rows))
+    batch = data.draw(trees(rows))
     index = data.draw(st.lists(st.integers(0, rows - 1), min_size=1, max_size=8))
     assert same(take(batch, index), join([take(batch, slice(row, row + 1)) for row in index]))
 

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, fx, nn
 
 from tests.oracle import assert_differs, assert_same_gradient, whole_batch
-from wholebatch.batchnorm.executor import Engine
-from wholebatch.batchnorm.model_call import Call
+from wholebatch.batchnorm.executor import Executor
+from wholebatch.batchnorm.model_call import ModelCall
 from wholebatch.batchnorm.operations import OPERATIONS, Operation, Statistic
-from wholebatch.batchnorm.tensor_store import Shelf
+from wholebatch.batchnorm.tensor_store import TensorStore
 
 
 class Sum(Operation):
@@ -93,8 +93,8 @@ class Meets(nn.Module):
 
 
 def run(model: nn.Module, x: Tensor, size: int, operations: Mapping[Any, Any]) -> None:
-    engine, micro_batches = Engine(model, Shelf(), operations=operations), x.split(size)
-    engine.forward([Call.of((micro_batch,), {}) for micro_batch in micro_batches])
+    engine, micro_batches = Executor(model, TensorStore(), operations=operations), x.split(size)
+    engine.forward([ModelCall.of((micro_batch,), {}) for micro_batch in micro_batches])
     for index in range(len(micro_batches)):
         (engine.output(index).square().sum() / len(x)).backward()
     engine.backward()

@@ -13,7 +13,7 @@ from torch import nn
 import wholebatch as wb
 from tests.oracle import assert_differs, assert_same_gradient, gradients_of, relative_error, whole_batch
 from wholebatch.gradient.separable import accumulate
-from wholebatch.model.gradients import Gradients, total_norm
+from wholebatch.model.gradients import GradientAccumulator, total_norm
 
 
 class Dot(nn.Module):
@@ -188,7 +188,7 @@ def squared(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
 def test_the_norm_of_the_sum_before_it_is_rounded_is_another() -> None:
     torch.manual_seed(705)
     model, x = nn.Linear(40, 8).bfloat16(), torch.randn(11, 40).bfloat16()
-    pending = accumulate(model, squared, x, 3, Gradients(), accumulate_in=torch.float32)
+    pending = accumulate(model, squared, x, 3, GradientAccumulator(), accumulate_in=torch.float32)
     pending.merge()
     before = float(total_norm(pending.gradients.held(), torch.device("cpu")))
     pending.gradients.round()

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from wholebatch.doctor.graph import terms_of
-from wholebatch.doctor.trace import Term
+from wholebatch.doctor.trace import TracedTerm
 
 ROWS, CLASSES = 6, 4
 LABELS = torch.tensor([0, 1, -100, 3, 2, -100])
@@ -116,6 +116,6 @@ def test_a_graph_that_was_freed_is_opaque_not_an_error() -> None:
 
 
 def test_the_factor_of_an_item() -> None:
-    mean = Term("", "Mean", "mean", 0.5, (0.5,), 4.0, 4.0)
-    total = Term("", "Sum", "sum", 0.1, (0.1,), 4.0, 4.0)
+    mean = TracedTerm("", "Mean", "mean", 0.5, (0.5,), 4.0, 4.0)
+    total = TracedTerm("", "Sum", "sum", 0.1, (0.1,), 4.0, 4.0)
     assert (mean.per_item, total.per_item) == (0.125, 0.1)

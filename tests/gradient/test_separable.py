@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import wholebatch as wb
 from tests.oracle import assert_differs, assert_same_gradient, gradients_of, whole_batch
 from wholebatch.gradient.separable import accumulate
-from wholebatch.model.gradients import Gradients
+from wholebatch.model.gradients import GradientAccumulator
 
 ROWS = torch.randn(11, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 MASK = torch.arange(11) % 3 != 0
@@ -372,7 +372,7 @@ def test_no_number_is_read_from_the_device(loss: Any, monkeypatch: pytest.Monkey
     monkeypatch.setattr("wholebatch.loss.terms.plain_count", kept)
     model = Counted()
     with Reads() as reads:
-        pending = accumulate(model, loss, (ROWS, MASK), 3, Gradients(), verify="never")
+        pending = accumulate(model, loss, (ROWS, MASK), 3, GradientAccumulator(), verify="never")
         result = pending.finish()
     assert reads.count == 0
     assert isinstance(pending.alive, Tensor)

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import wholebatch as wb
-from wholebatch.model.inspection import Survey
+from wholebatch.model.inspection import ModelInfo
 from wholebatch.model.snapshot import Snapshot
 
 CALLS = 0
@@ -104,7 +104,7 @@ MOVES: dict[str, tuple[Callable[[Head, Criterion], Any], str, str]] = {
 @pytest.mark.parametrize(("move", "name", "kind"), MOVES.values(), ids=MOVES.keys())
 def test_what_has_moved_is_named_and_put_back(move: Callable[..., Any], name: str, kind: str) -> None:
     head, criterion = Head(), Criterion()
-    before = Snapshot(Survey(head), criterion)
+    before = Snapshot(ModelInfo(head), criterion)
     assert before.moved() == []
     move(head, criterion)
     moved = before.moved()
@@ -125,7 +125,7 @@ def test_what_a_loss_function_closes_over_is_named_and_put_back() -> None:
         return out
 
     model = nn.Linear(2, 1)
-    before = Snapshot(Survey(model), loss)
+    before = Snapshot(ModelInfo(model), loss)
     loss(model, torch.ones(1, 2))
     assert [each.name for each in before.moved()] == ["loss.step", "loss.history[1]"]
     before.restore()
@@ -141,7 +141,7 @@ def test_an_optimizer_that_is_reached_goes_back_with_its_state() -> None:
         adam.step()
 
     loss(model, torch.ones(1, 2))
-    before, moment = Snapshot(Survey(model), loss), adam.state[model.weight]["exp_avg"].clone()
+    before, moment = Snapshot(ModelInfo(model), loss), adam.state[model.weight]["exp_avg"].clone()
     loss(model, torch.ones(1, 2))
     assert {each.kind for each in before.moved()} == {"parameter", "tensor"}
     before.restore()
@@ -151,7 +151,7 @@ def test_an_optimizer_that_is_reached_goes_back_with_its_state() -> None:
 
 def test_what_is_too_large_to_be_copied_is_named_but_stays() -> None:
     model = nn.Linear(2, 1)
-    before = Snapshot(Survey(model), keep=0)
+    before = Snapshot(ModelInfo(model), keep=0)
     model.weight.data.add_(1)
     assert [each.name for each in before.moved()] == ["weight"]
     assert [each.name for each in before.restore()] == ["weight"]
@@ -159,7 +159,7 @@ def test_what_is_too_large_to_be_copied_is_named_but_stays() -> None:
 
 def test_a_tensor_written_with_what_it_held_has_not_moved() -> None:
     model = nn.BatchNorm1d(2)
-    before = Snapshot(Survey(model))
+    before = Snapshot(ModelInfo(model))
     model.running_mean.copy_(model.running_mean.clone())  # type: ignore[union-attr, operator]
     model.running_var = model.running_var.clone()  # type: ignore[union-attr, operator]
     assert before.moved() == []
@@ -167,14 +167,14 @@ def test_a_tensor_written_with_what_it_held_has_not_moved() -> None:
 
 def test_a_lazy_layer_is_left_to_itself() -> None:
     model = nn.Sequential(nn.LazyLinear(2), nn.Linear(2, 1))
-    before = Snapshot(Survey(model))
+    before = Snapshot(ModelInfo(model))
     model(torch.ones(1, 3))
     before.restore()
     assert model(torch.ones(1, 3)).shape == (1, 1)
 
 
 def test_the_global_random_state_goes_back_unless_it_is_to_stay() -> None:
-    before = Snapshot(Survey(nn.Linear(2, 1)))
+    before = Snapshot(ModelInfo(nn.Linear(2, 1)))
     first = torch.rand(1)
     before.restore(draws=False)
     assert not torch.equal(torch.rand(1), first)
@@ -241,7 +241,7 @@ def mentions(model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
 
 def test_a_lazy_module_that_a_loss_function_mentions_is_not_touched() -> None:
     ASKED.clear()
-    before = Snapshot(Survey(nn.Linear(2, 1)), mentions)
+    before = Snapshot(ModelInfo(nn.Linear(2, 1)), mentions)
     assert before.moved() == []
     assert wb.backward(nn.Linear(2, 1), lambda m, x: (table, framework) and m(x)[:, 0], torch.ones(4, 2)).verified
     assert ASKED == []
@@ -249,7 +249,7 @@ def test_a_lazy_module_that_a_loss_function_mentions_is_not_touched() -> None:
 
 
 def test_what_stands_in_a_module_of_the_users_own_is_named_and_put_back_where_the_code_names_it() -> None:
-    before = Snapshot(Survey(nn.Linear(2, 1)), mentions)
+    before = Snapshot(ModelInfo(nn.Linear(2, 1)), mentions)
     mentions(nn.Linear(2, 1), torch.ones(1, 2))
     settings.unused.append(1)
     assert [each.name for each in before.moved()] == ["settings.scale", "settings.seen[0]"]
@@ -267,7 +267,7 @@ def test_a_container_of_a_class_of_its_own_goes_back_with_its_attributes_and_its
             super().__setitem__(key, value)
 
     meters = Meters(a=1.0, b=2.0)
-    before = Snapshot(Survey(nn.Linear(2, 1)), lambda model, rows: meters)
+    before = Snapshot(ModelInfo(nn.Linear(2, 1)), lambda model, rows: meters)
     meters["c"] = 3.0
     meters.move_to_end("a")
     assert {each.name for each in before.moved()} == {"<lambda>.meters['c']", "<lambda>.meters['calls']"}
@@ -282,7 +282,7 @@ def test_objects_of_libraries_are_looked_into_only_so_far(monkeypatch: pytest.Mo
     trainer.dataset, deepest = Criterion(), trainer  # type: ignore[attr-defined]
     for _ in range(50):
         deepest.inner = deepest = Criterion()  # type: ignore[attr-defined]
-    before = Snapshot(Survey(nn.Linear(2, 1)), lambda model, rows: (trainer, mine))
+    before = Snapshot(ModelInfo(nn.Linear(2, 1)), lambda model, rows: (trainer, mine))
     for each in (trainer, mine, trainer.dataset, deepest):  # type: ignore[attr-defined]
         each.center = torch.ones(2)
     assert {each.name.removeprefix("<lambda>.") for each in before.moved()} == {
@@ -308,7 +308,7 @@ seen: list[torch.Tensor] = []
 
 def test_hooks_that_a_model_sets_in_its_first_forward_are_not_set_twice() -> None:
     model = Recording(2, 1)
-    before = Snapshot(Survey(model))
+    before = Snapshot(ModelInfo(model))
     model(torch.ones(1, 2))
     before.restore()
     assert not model._forward_hooks
@@ -330,7 +330,7 @@ def test_nested_tensors_are_compared_row_by_row() -> None:
     def loss_fn(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
         return held["rows"].values().sum() + model(batch)
 
-    before = Snapshot(Survey(nn.Linear(3, 1)), loss_fn)
+    before = Snapshot(ModelInfo(nn.Linear(3, 1)), loss_fn)
     assert not before.moved()
     held["rows"] = torch.nested.nested_tensor([rows[0], torch.ones(4, 3)], layout=torch.jagged)
     assert [each.name for each in before.moved()] == ["loss_fn.held['rows']"]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from wholebatch.train import DataError
-from wholebatch.train.tables import Sample, read_csv, read_digits, read_images, read_table, standardise
+from wholebatch.train.tables import LabelledRow, read_csv, read_digits, read_images, read_table, standardise
 
 
 def csv(folder: Path, text: str) -> Path:
@@ -91,15 +91,15 @@ def test_digits_are_small_images_of_ten_classes() -> None:
 
 
 def test_features_are_standardised_by_the_training_rows_alone() -> None:
-    train = [Sample(torch.tensor([value, 7.0]), 0) for value in (1.0, 3.0)]
-    held = [Sample(torch.tensor([5.0, 7.0]), 0)]
+    train = [LabelledRow(torch.tensor([value, 7.0]), 0) for value in (1.0, 3.0)]
+    held = [LabelledRow(torch.tensor([5.0, 7.0]), 0)]
     assert [sample.features.tolist() for sample in standardise(train, train)] == [[-1, 0], [1, 0]]
     assert standardise(train, held)[0].features.tolist() == [3, 0]
 
 
 def test_values_that_cannot_be_added_up_in_float32_are_refused_and_not_turned_into_nan() -> None:
-    rows = [Sample(torch.tensor([1.0, value]), 0) for value in (3e38, 2.9e38)]
+    rows = [LabelledRow(torch.tensor([1.0, value]), 0) for value in (3e38, 2.9e38)]
     with pytest.raises(DataError, match=r"Number column 2 holds values up to 3e\+38, whose sum or distance is beyond"):
         standardise(rows, rows)
-    apart = [Sample(torch.tensor([1.0, value]), 0) for value in (-1e38, 1e38)]
+    apart = [LabelledRow(torch.tensor([1.0, value]), 0) for value in (-1e38, 1e38)]
     assert [sample.features.tolist() for sample in standardise(apart, apart)] == [[0, -1], [0, 1]]

@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from wholebatch.batch.leaf_kinds import SCALARS, UNABLE, Kind, is_same, kind_of, slices_itself
+from wholebatch.batch.leaf_kinds import SCALARS, UNABLE, LeafKind, is_same, kind_of, slices_itself
 from wholebatch.errors import SplitError
 
 Fields: TypeAlias = "list[tuple[str, Any]]"
@@ -176,7 +176,7 @@ def _argument_of(attribute: Any) -> str:
 
 def _is_record(value: Any) -> bool:
     """Whether an object of any class holds tensors or arrays, and all that its constructor takes."""
-    if isinstance(value, (*NO_RECORDS, list, tuple)) or type(kind_of(value)) is not Kind:
+    if isinstance(value, (*NO_RECORDS, list, tuple)) or type(kind_of(value)) is not LeafKind:
         return False
     held = attributes_of(value)
     takes = _takes(value).values() if held else ()

@@ -22,7 +22,7 @@ SCALARS = (str, bytes, int, float, complex, type(None))
 UNABLE = (TypeError, ValueError, LookupError, AttributeError, RuntimeError, AssertionError, NotImplementedError)
 
 
-class Kind:
+class LeafKind:
     """What goes whole into every micro-batch: a number, a text, None, an object of which nothing is known."""
 
     def shape(self, value: Any) -> tuple[int, ...]:
@@ -48,7 +48,7 @@ class Kind:
         return value
 
 
-class Entries(Kind):
+class Entries(LeafKind):
     """A list or tuple with one entry a row, or another sequence; one of a class of its own stays of that class."""
 
     def shape(self, value: Any) -> tuple[int, ...]:
@@ -89,7 +89,7 @@ class Sliced(Entries):
         )
 
 
-class Array(Kind):
+class Array(LeafKind):
     """What has a shape and is cut by brackets: a NumPy array, a TensorDict, a data frame."""
 
     def shape(self, value: Any) -> tuple[int, ...]:
@@ -127,7 +127,7 @@ class Dense(Array):
         return value.to(device, non_blocking=value.is_pinned())
 
 
-class Packed(Kind):
+class Packed(LeafKind):
     """A `PackedSequence`, whose rows lie interleaved."""
 
     def shape(self, value: PackedSequence) -> tuple[int, ...]:
@@ -144,7 +144,7 @@ class Packed(Kind):
         return pack_sequence([row for value in values for row in unpack_sequence(value)], enforce_sorted=False)
 
 
-class Nested(Kind):
+class Nested(LeafKind):
     """A nested tensor, which torch does not index by rows."""
 
     def shape(self, value: Tensor) -> tuple[int, ...]:
@@ -160,7 +160,7 @@ class Nested(Kind):
         return _nested([row for value in values for row in value.unbind()], values[0])
 
 
-def kind_of(value: Any) -> Kind:
+def kind_of(value: Any) -> LeafKind:
     """Say what kind of leaf a value is.
 
     Example:
@@ -172,7 +172,7 @@ def kind_of(value: Any) -> Kind:
     if isinstance(value, (list, tuple, range, deque)) and not isinstance(value, (PackedSequence, torch.Size)):
         return Entries()
     if isinstance(value, SCALARS):
-        return Kind()
+        return LeafKind()
     return _kind_of_object(value)
 
 
@@ -231,18 +231,18 @@ def is_same(made: Any, given: Any) -> bool:
     return isinstance(given, SCALARS) and bool(made == given)
 
 
-def _kind_of_object(value: Any) -> Kind:
+def _kind_of_object(value: Any) -> LeafKind:
     if isinstance(value, PackedSequence):
         return Packed()
     if hasattr(type(value), "shape") and isinstance(value.shape, tuple) and not _is_bare_mapping(value):
         return Array()
     if not has_entries(value):
-        return Kind()
+        return LeafKind()
     if slices_itself(value):
         return Sliced()
     # The entries of what is no declared sequence are its rows if they are plain: a graph's brackets may mean anything.
     plain = isinstance(value, Sequence) or (len(value) > 0 and isinstance(_answer(lambda: value[0]), (str, int, float)))
-    return Entries() if plain else Kind()
+    return Entries() if plain else LeafKind()
 
 
 def _is_bare_mapping(value: Any) -> bool:

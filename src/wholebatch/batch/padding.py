@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wholebatch.batch.tree import Leaf, Nest
+from wholebatch.batch.tree import BatchTree, Leaf
 from wholebatch.errors import SplitError
 
 KNOWN = ("input_ids", "token_type_ids", "inputs_embeds")
@@ -28,7 +28,7 @@ class Padding:
     of another length may be as wide by chance, and a loss may count what the model's mask hides.
 
     Args:
-        nest: the batch, with rows.
+        tree: the batch, with rows.
         mask: the key of its (rows, width) mask, or of the (rows,) lengths of rows padded on the right.
         names: the keys of the tensors that follow the mask; None to find them.
 
@@ -41,23 +41,23 @@ class Padding:
         [1, 2]
     """
 
-    def __init__(self, nest: Nest, mask: str, names: Sequence[str] | None = None) -> None:
+    def __init__(self, tree: BatchTree, mask: str, names: Sequence[str] | None = None) -> None:
         self._names = names
-        self._mask = _find_mask(nest, mask)
+        self._mask = _find_mask(tree, mask)
         values = torch.as_tensor(self._mask.value)
-        self.width = values.shape[1] if values.dim() == 2 else self._width_from_lengths(nest, values)
-        self._axes = {leaf.path: axes for leaf in nest.leaves if (axes := self._axes_of(leaf))}
+        self.width = values.shape[1] if values.dim() == 2 else self._width_from_lengths(tree, values)
+        self._axes = {leaf.path: axes for leaf in tree.leaves if (axes := self._axes_of(leaf))}
         if not self._axes.keys() - {self._mask.path}:
             raise SplitError(
                 f"Rows are {self.width} wide by the mask {self._mask}, but no tensor is: "
-                f"{', '.join(map(str, nest.leaves))}. Name those that follow it: wb.Tokens(..., length=(...))."
+                f"{', '.join(map(str, tree.leaves))}. Name those that follow it: wb.Tokens(..., length=(...))."
             )
         starts, self.stops = _extents(values)
         # A model that counts positions itself counts the padding on the left as well: without it they would shift.
-        positions = any(leaf.key == "position_ids" and leaf.path in self._axes for leaf in nest.leaves)
+        positions = any(leaf.key == "position_ids" and leaf.path in self._axes for leaf in tree.leaves)
         self.starts = starts if positions else [0] * len(starts)
         if names is None:
-            self._keep_what_is_no_filling(nest)
+            self._keep_what_is_no_filling(tree)
 
     @property
     def lengths(self) -> list[int]:
@@ -78,9 +78,9 @@ class Padding:
 
         return trimmed
 
-    def _width_from_lengths(self, nest: Nest, lengths: Tensor) -> int:
+    def _width_from_lengths(self, tree: BatchTree, lengths: Tensor) -> int:
         """The width of the first named tensor; else what the longest row needs."""
-        named = [leaf for leaf in nest.leaves if self._is_named(leaf) and len(leaf.shape) > 1]
+        named = [leaf for leaf in tree.leaves if self._is_named(leaf) and len(leaf.shape) > 1]
         return named[0].shape[1] if named else int(lengths.max())
 
     def _is_named(self, leaf: Leaf) -> bool:
@@ -100,7 +100,7 @@ class Padding:
             )
         return axes
 
-    def _keep_what_is_no_filling(self, nest: Nest) -> None:
+    def _keep_what_is_no_filling(self, tree: BatchTree) -> None:
         """Trim nothing if one of the tensors holds something where rows are padded."""
         place = torch.arange(self.width)
         starts, stops = torch.tensor(self.starts)[:, None], torch.tensor(self.stops)[:, None]
@@ -108,7 +108,7 @@ class Padding:
         if not padded.any():
             return
         # Positions may run on into the padding: nothing there is read by them.
-        doubtful = [leaf for leaf in nest.leaves if self._axes.get(leaf.path) and leaf.key != "position_ids"]
+        doubtful = [leaf for leaf in tree.leaves if self._axes.get(leaf.path) and leaf.key != "position_ids"]
         doubtful = [leaf for leaf in doubtful if leaf is not self._mask]
         inputs = [leaf for leaf in doubtful if self._axes[leaf.path] == (1,) and not leaf.key.endswith("labels")]
         alone = len(inputs) == 1  # the mask must belong to something
@@ -128,13 +128,13 @@ class Padding:
         return _is_filling(leaf, padded, alone) if axes == (1,) else _hides_padding(leaf, padded, axes)
 
 
-def _find_mask(nest: Nest, name: str) -> Leaf:
-    flat = [leaf for leaf in nest.leaves if leaf.is_array and leaf.rows is not None and len(leaf.shape) <= 2]
+def _find_mask(tree: BatchTree, name: str) -> Leaf:
+    flat = [leaf for leaf in tree.leaves if leaf.is_array and leaf.rows is not None and len(leaf.shape) <= 2]
     found = [leaf for leaf in flat if leaf.path == name] + [leaf for leaf in flat if leaf.key == name]
     if not found:
         raise SplitError(
             "Tokens are counted by the mask of a padded batch, but there is no (rows, length) mask and no (rows,) "
-            f"lengths {name!r} among {', '.join(map(str, nest.leaves))}. Name yours: wb.Tokens(..., mask='lengths'). "
+            f"lengths {name!r} among {', '.join(map(str, tree.leaves))}. Name yours: wb.Tokens(..., mask='lengths'). "
             "Or give a list of samples with collate=."
         )
     return found[0]

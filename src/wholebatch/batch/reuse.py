@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from wholebatch.batch.leaf_kinds import SCALARS
-from wholebatch.batch.tree import Leaf, Nest
+from wholebatch.batch.tree import BatchTree, Leaf
 from wholebatch.errors import SplitError
 
 SAMPLED = 4096
@@ -44,7 +44,7 @@ class Memory:
 
     def add(self, micro_batch: Any) -> None:
         """Remember one as it is now."""
-        self._seen.append([(leaf, _sample(leaf.value)) for leaf in _spread(Nest(micro_batch).leaves)])
+        self._seen.append([(leaf, _sample(leaf.value)) for leaf in _spread(BatchTree(micro_batch).leaves)])
 
     def check(self, micro_batches: Sequence[Any]) -> None:
         """Compare those that were remembered with what they are now, at the time when all have come.
@@ -52,7 +52,7 @@ class Memory:
         Raises:
             SplitError: if one has changed; names the call that keeps each by a copy.
         """
-        leaves = [_spread(Nest(micro_batch).leaves) for micro_batch in micro_batches]
+        leaves = [_spread(BatchTree(micro_batch).leaves) for micro_batch in micro_batches]
         places = Counter(_place(leaf.value) for some in leaves for leaf in some if _on_device(leaf.value))
         for number, (seen, now) in enumerate(zip(self._seen, leaves, strict=False)):
             if [leaf.path for leaf, _ in seen] != [leaf.path for leaf in now]:

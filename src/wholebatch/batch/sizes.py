@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from wholebatch.batch.leaf_kinds import Nested
-from wholebatch.batch.tree import Leaf, Nest
+from wholebatch.batch.tree import BatchTree, Leaf
 from wholebatch.errors import SplitError
 
 Length: TypeAlias = "Callable[[Any], int] | str | Sequence[str] | None"
@@ -238,12 +238,12 @@ class Tokens:
         """
         return [self._length(sample) for sample in samples]
 
-    def jagged_lengths(self, nest: Nest) -> list[int] | None:
+    def jagged_lengths(self, tree: BatchTree) -> list[int] | None:
         """Return the length of each row of a batch of nested tensors, which knows them; None if there is none.
 
         The longest counts where several run along the rows; ``length`` names those that do.
         """
-        jagged = [leaf for leaf in nest.leaves if isinstance(leaf.kind, Nested) and leaf.rows is not None]
+        jagged = [leaf for leaf in tree.leaves if isinstance(leaf.kind, Nested) and leaf.rows is not None]
         named = [leaf for leaf in jagged if self.names is None or {leaf.key, leaf.path} & set(self.names)]
         lines = [[len(row) for row in leaf.value.unbind()] for leaf in named]
         return [max(each) for each in zip(*lines, strict=True)] if lines else None
@@ -251,7 +251,7 @@ class Tokens:
     def _length(self, sample: Any) -> int:
         if callable(self.length):
             return operator.index(self.length(sample))
-        leaves = Nest(sample).leaves
+        leaves = BatchTree(sample).leaves
         names = self.names or ("input_ids",)
         found = [leaf for leaf in leaves if leaf.key in names and leaf.rows is not None]
         lines = [leaf for leaf in leaves if _is_line(leaf)] if self.names is None else []

@@ -26,7 +26,7 @@ from torch import nn
 
 from wholebatch.batch.ambiguity import Doubt, doubt_about, refuse_uncertain, refuse_uncountable
 from wholebatch.batch.containers import attributes_of, fields_of, is_named_tuple, remade
-from wholebatch.batch.leaf_kinds import SCALARS, Array, Index, Kind, Nested, Packed, has_entries, kind_of, of_type
+from wholebatch.batch.leaf_kinds import SCALARS, Array, Index, LeafKind, Nested, Packed, has_entries, kind_of, of_type
 from wholebatch.errors import SplitError
 
 Build: TypeAlias = "Callable[[Iterator[Any], bool], Any]"
@@ -47,7 +47,7 @@ class Leaf:
 
     path: str
     value: Any
-    kind: Kind
+    kind: LeafKind
     rows: int | None
 
     @property
@@ -81,7 +81,7 @@ class Leaf:
         return f"{name}{kind} {self.shape if self.shape or self.is_array else ''}".rstrip()
 
 
-class Nest:
+class BatchTree:
     """A batch taken apart once, so that many micro-batches can be cut from it cheaply.
 
     Args:
@@ -185,7 +185,7 @@ def rows_of(batch: Any, whole: Sequence[str] = ()) -> int:
         >>> rows_of({"x": torch.zeros(4, 2), "name": ["a", "b", "c", "d"], "weight": 0.5})
         4
     """
-    return Nest(batch, whole).count_rows()
+    return BatchTree(batch, whole).count_rows()
 
 
 def take(batch: Any, index: slice | Sequence[int], whole: Sequence[str] = (), rows: int | None = None) -> Any:
@@ -209,10 +209,10 @@ def take(batch: Any, index: slice | Sequence[int], whole: Sequence[str] = (), ro
         >>> take((torch.arange(4), ["a", "b", "c", "d"]), [3, 0])
         (tensor([3, 0]), ['d', 'a'])
     """
-    nest = Nest(batch, whole)
+    tree = BatchTree(batch, whole)
     if rows is None:
-        nest.count_rows()
-    return nest.take(index)
+        tree.count_rows()
+    return tree.take(index)
 
 
 def join(micro_batches: Sequence[Any], whole: Sequence[str] = ()) -> Any:
@@ -232,23 +232,23 @@ def join(micro_batches: Sequence[Any], whole: Sequence[str] = ()) -> Any:
         raise SplitError(
             "There are 0 micro-batches to join: nothing says what structure the batch has. Join at least one."
         )
-    nests = [Nest(micro_batch, whole) for micro_batch in micro_batches]
-    for number, nest in enumerate(nests):
-        if nest.paths != nests[0].paths:
+    trees = [BatchTree(micro_batch, whole) for micro_batch in micro_batches]
+    for number, tree in enumerate(trees):
+        if tree.paths != trees[0].paths:
             raise SplitError(
-                f"Micro-batch {number} has the leaves {nest.paths}, micro-batch 0 has {nests[0].paths}. "
+                f"Micro-batch {number} has the leaves {tree.paths}, micro-batch 0 has {trees[0].paths}. "
                 "Micro-batches can be joined only if each has the same structure."
             )
-    places = zip(*(nest.leaves for nest in nests), strict=True)
+    places = zip(*(tree.leaves for tree in trees), strict=True)
     joined = iter([first.join(others) for first, *others in places])
-    return nests[0].map(lambda leaf: next(joined))
+    return trees[0].map(lambda leaf: next(joined))
 
 
-def move(nest: Any, device: torch.device | str | None) -> Any:
+def move(tree: Any, device: torch.device | str | None) -> Any:
     """Move the tensors of a nest to a device; pinned ones without waiting.
 
     Args:
-        nest: anything; objects with a ``to`` of their own are copied before it is called.
+        tree: anything; objects with a ``to`` of their own are copied before it is called.
         device: where to; None leaves everything where it is.
 
     Returns:
@@ -260,20 +260,20 @@ def move(nest: Any, device: torch.device | str | None) -> Any:
         True
     """
     if device is None:
-        return nest
+        return tree
     target = torch.device(device)
-    if _lies_on(nest, target):
-        return nest
-    return Nest(nest).map(lambda leaf: leaf.kind.move(leaf.value, target))
+    if _lies_on(tree, target):
+        return tree
+    return BatchTree(tree).map(lambda leaf: leaf.kind.move(leaf.value, target))
 
 
-def _lies_on(nest: Any, device: torch.device) -> bool:
+def _lies_on(tree: Any, device: torch.device) -> bool:
     """Tell at a glance whether plain containers of plain tensors are on a device; False if it takes a closer look."""
-    if type(nest) is torch.Tensor:
-        return bool(nest.device == device)
-    if type(nest) is dict:
-        return all(_lies_on(value, device) for value in nest.values())
-    return type(nest) in (tuple, list) and all(_lies_on(value, device) for value in nest)
+    if type(tree) is torch.Tensor:
+        return bool(tree.device == device)
+    if type(tree) is dict:
+        return all(_lies_on(value, device) for value in tree.values())
+    return type(tree) in (tuple, list) and all(_lies_on(value, device) for value in tree)
 
 
 def _parts(value: Any, outermost: bool) -> list[tuple[str, Any]] | None:
@@ -351,7 +351,7 @@ def _listed(leaves: Sequence[Leaf]) -> str:
 
 def _is_object(leaf: Leaf) -> bool:
     """Whether it goes whole only because nothing is known of it."""
-    return type(leaf.kind) is Kind and not isinstance(leaf.value, (*SCALARS, torch.Size, nn.Module, type))
+    return type(leaf.kind) is LeafKind and not isinstance(leaf.value, (*SCALARS, torch.Size, nn.Module, type))
 
 
 def _refuse_no_rows(batch: Any, leaves: Sequence[Leaf]) -> None:

@@ -12,7 +12,7 @@ from wholebatch.batch.leaf_kinds import SCALARS, Entries, has_entries
 from wholebatch.batch.padding import Padding
 from wholebatch.batch.reuse import Memory
 from wholebatch.batch.sizes import Auto, Size, Tokens, whole_number
-from wholebatch.batch.tree import Leaf, Nest
+from wholebatch.batch.tree import BatchTree, Leaf
 from wholebatch.errors import SplitError
 
 T = TypeVar("T", default=Any)
@@ -274,31 +274,31 @@ def _limit(size: Size) -> int | Tokens | None:
 def _micro_batches(batch: Any, limit: int | Tokens | None, whole: Sequence[str], collate: Collate) -> list[MicroBatch]:
     if collate is not None:
         return _micro_batches_of_samples(batch, limit, collate)
-    nest = Nest(batch, whole)
+    tree = BatchTree(batch, whole)
     if limit is None:
-        return _one_micro_batch(nest)
-    rows = nest.count_rows()
+        return _one_micro_batch(tree)
+    rows = tree.count_rows()
     if isinstance(limit, int):
         # Views cost no memory, and cutting all of them in a row takes a tenth of the time of one here and one there.
-        cut = nest.take if nest.has_views else lambda index: None
-        return [MicroBatch(nest.take, index, ready=cut(index), is_cut=rows > limit) for index in _runs(rows, limit)]
-    return _micro_batches_by_tokens(nest, limit) if rows else []
+        cut = tree.take if tree.has_views else lambda index: None
+        return [MicroBatch(tree.take, index, ready=cut(index), is_cut=rows > limit) for index in _runs(rows, limit)]
+    return _micro_batches_by_tokens(tree, limit) if rows else []
 
 
 def _ready_made(window: Window, whole: Sequence[str]) -> list[MicroBatch]:
     """One micro-batch for each micro-batch; where the rows of one cannot be counted, all count the same."""
-    nests = [Nest(given, whole) for given in window]
-    if any(_rows(nest) is None for nest in nests):
-        return [_uncut(nest) for nest in nests]
-    return [micro_batch for nest in nests for micro_batch in _one_micro_batch(nest)]
+    trees = [BatchTree(given, whole) for given in window]
+    if any(_rows(tree) is None for tree in trees):
+        return [_uncut(tree) for tree in trees]
+    return [micro_batch for tree in trees for micro_batch in _one_micro_batch(tree)]
 
 
-def _one_micro_batch(nest: Nest) -> list[MicroBatch]:
+def _one_micro_batch(tree: BatchTree) -> list[MicroBatch]:
     """The batch as it is, whatever it is; nothing if it has no rows and nothing else that could be learned from."""
-    rows = _rows(nest)
-    if rows is None or (rows == 0 and any(map(_may_be_data, nest.leaves))):
-        return [_uncut(nest)]
-    return [MicroBatch(nest.take, range(rows), is_cut=False)] if rows else []
+    rows = _rows(tree)
+    if rows is None or (rows == 0 and any(map(_may_be_data, tree.leaves))):
+        return [_uncut(tree)]
+    return [MicroBatch(tree.take, range(rows), is_cut=False)] if rows else []
 
 
 def _may_be_data(leaf: Leaf) -> bool:
@@ -306,13 +306,13 @@ def _may_be_data(leaf: Leaf) -> bool:
     return leaf.rows is None and (isinstance(leaf.value, str) or not isinstance(leaf.value, SCALARS))
 
 
-def _uncut(nest: Nest) -> MicroBatch:
-    return MicroBatch(lambda index: nest.batch, range(1), is_cut=False, counted=False)
+def _uncut(tree: BatchTree) -> MicroBatch:
+    return MicroBatch(lambda index: tree.batch, range(1), is_cut=False, counted=False)
 
 
-def _rows(nest: Nest) -> int | None:
+def _rows(tree: BatchTree) -> int | None:
     try:
-        return nest.count_rows()
+        return tree.count_rows()
     except SplitError:
         return None
 
@@ -321,21 +321,21 @@ def _runs(rows: int, size: int) -> list[range]:
     return [range(start, min(start + size, rows)) for start in range(0, rows, size)]
 
 
-def _micro_batches_by_tokens(nest: Nest, tokens: Tokens) -> list[MicroBatch]:
-    if nest.leaves[0].path == "" and isinstance(nest.leaves[0].kind, Entries):  # the batch is a list of samples
-        return _planned(nest.take, tokens.lengths(nest.batch), tokens)
-    lengths = None if callable(tokens.length) else tokens.jagged_lengths(nest)
+def _micro_batches_by_tokens(tree: BatchTree, tokens: Tokens) -> list[MicroBatch]:
+    if tree.leaves[0].path == "" and isinstance(tree.leaves[0].kind, Entries):  # the batch is a list of samples
+        return _planned(tree.take, tokens.lengths(tree.batch), tokens)
+    lengths = None if callable(tokens.length) else tokens.jagged_lengths(tree)
     if lengths is not None:
-        return _planned(nest.take, lengths, tokens)
+        return _planned(tree.take, lengths, tokens)
     if callable(tokens.length) or tokens.packed:
         raise SplitError(
             f"{tokens} is for single samples, but this batch is padded already. Give a list of samples with collate=, "
             "or leave length= and packed= out: the mask of a padded batch knows the lengths."
         )
-    padding = Padding(nest, tokens.mask, tokens.names)
+    padding = Padding(tree, tokens.mask, tokens.names)
 
     def cut(index: Sequence[int]) -> Any:
-        return nest.take(index, padding.trim(index))
+        return tree.take(index, padding.trim(index))
 
     return _planned(cut, padding.lengths, tokens)
 

@@ -20,13 +20,13 @@ from wholebatch.batch.window import MicroBatch
 from wholebatch.batchnorm.normalising import nothing_normalises
 from wholebatch.batchnorm.plain import PlainWindow
 from wholebatch.errors import InexactError
-from wholebatch.model.inspection import Survey
+from wholebatch.model.inspection import ModelInfo
 from wholebatch.options import Options
 from wholebatch.ranks.agreement import Ranks
 
 
 def window_for(
-    survey: Survey,
+    model_info: ModelInfo,
     loss_fn: Callable[[Any, Any], Any],
     micro_batches: Sequence[MicroBatch],
     options: Options,
@@ -45,25 +45,25 @@ def window_for(
     alone = ranks.world == 1 or choice == "exact-per-rank"
     short = bool(options.get("offload"))
     if not choice.startswith("exact") or (len(micro_batches) < 2 and alone and not splits):
-        return PlainWindow(survey, loss_fn, ranks, short)
-    model = survey.model
+        return PlainWindow(model_info, loss_fn, ranks, short)
+    model = model_info.model
     _refuse(model, choice, len(micro_batches), alone, splits)
-    if ranks.world == 1 and micro_batches and nothing_normalises(survey, loss_fn, micro_batches[0]):
-        return PlainWindow(survey, loss_fn, ranks, short)
+    if ranks.world == 1 and micro_batches and nothing_normalises(model_info, loss_fn, micro_batches[0]):
+        return PlainWindow(model_info, loss_fn, ranks, short)
     # Only here: capturing loads torch.export, which takes seconds and which few models need.
-    from wholebatch.batchnorm.executor import Engine
+    from wholebatch.batchnorm.executor import Executor
     from wholebatch.batchnorm.statistics_sync import Alone, statistics_over
-    from wholebatch.batchnorm.tensor_store import HostShelf, Shelf
-    from wholebatch.batchnorm.threaded import LockStep
+    from wholebatch.batchnorm.tensor_store import HostTensorStore, TensorStore
+    from wholebatch.batchnorm.threaded import ThreadedExecutor
     from wholebatch.batchnorm.window import WholeWindow, unwrapped
 
     if choice == "exact-lock-step":
-        return WholeWindow(survey, loss_fn, ranks, LockStep(unwrapped(model)))
-    nowhere = survey.device == torch.device("cpu")  # no other memory to go to, but time to make things twice
-    shelf = HostShelf() if short and not nowhere else Shelf()
+        return WholeWindow(model_info, loss_fn, ranks, ThreadedExecutor(unwrapped(model)))
+    nowhere = model_info.device == torch.device("cpu")  # no other memory to go to, but time to make things twice
+    store = HostTensorStore() if short and not nowhere else TensorStore()
     sharing = Alone() if alone else statistics_over(ranks)
-    engine = Engine(unwrapped(model), shelf, sparing=short and nowhere, ranks=sharing)
-    return WholeWindow(survey, loss_fn, ranks, engine)
+    engine = Executor(unwrapped(model), store, sparing=short and nowhere, ranks=sharing)
+    return WholeWindow(model_info, loss_fn, ranks, engine)
 
 
 def _refuse(model: nn.Module, choice: str, micro_batches: int, alone: bool, splits: bool) -> None:

@@ -23,7 +23,7 @@ from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as pytree
 
-from wholebatch.batchnorm.model_call import Call
+from wholebatch.batchnorm.model_call import ModelCall
 from wholebatch.batchnorm.operations import AnySize
 from wholebatch.errors import InexactError
 from wholebatch.model.state import State
@@ -55,7 +55,7 @@ class Captured:
     answer: pytree.TreeSpec
 
 
-def capture(model: nn.Module, call: Call, free: dict[tuple[int, int], str] | None = None) -> Captured:
+def capture(model: nn.Module, call: ModelCall, free: dict[tuple[int, int], str] | None = None) -> Captured:
     """Capture a call as a graph.
 
     Args:
@@ -90,7 +90,7 @@ def capture(model: nn.Module, call: Call, free: dict[tuple[int, int], str] | Non
     return _captured(exported, cumulative)
 
 
-def _export(model: nn.Module, call: Call, free: dict[tuple[int, int], str]) -> torch.export.ExportedProgram:
+def _export(model: nn.Module, call: ModelCall, free: dict[tuple[int, int], str]) -> torch.export.ExportedProgram:
     shapes: Any = None
     if free:
         dims = {name: torch.export.Dim(name) for name in free.values()}
@@ -99,10 +99,10 @@ def _export(model: nn.Module, call: Call, free: dict[tuple[int, int], str]) -> t
         for (leaf, dim), name in free.items():
             by_leaf[leaf] = {**(by_leaf[leaf] or {}), dim: dims[name]}
         shapes = pytree.tree_unflatten(by_leaf, spec)
-    return torch.export.export(_Whole(model), (call.args, call.kwargs), dynamic_shapes=shapes, strict=False)
+    return torch.export.export(_AsTwoTrees(model), (call.args, call.kwargs), dynamic_shapes=shapes, strict=False)
 
 
-class _Whole(nn.Module):
+class _AsTwoTrees(nn.Module):
     """Takes the arguments as two nests, so that leaves keep their order whatever forward's signature is."""
 
     def __init__(self, model: nn.Module) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 
-class Listener(torch.autograd.Function):
+class GradientTap(torch.autograd.Function):
     """A tensor without history whose gradient is heard; not a leaf, so that nobody takes it for a parameter."""
 
     @staticmethod

@@ -13,49 +13,49 @@ from torch.utils import _pytree as pytree
 
 
 @dataclass(frozen=True)
-class Call:
+class ModelCall:
     """``model(*args, **kwargs)`` as one micro-batch makes it.
 
     Attributes:
         leaves: all arguments without their nest, in the order in which a graph takes them.
-        nest: how they are nested.
+        tree: how they are nested.
         autocast: for each device type its autocast as it was at the call: dtype and whether it was on.
         form: everything about the call but the sizes and values of its tensors.
         sizes: the size of every leaf that is a tensor, None for others.
     """
 
     leaves: tuple[Any, ...]
-    nest: pytree.TreeSpec
+    tree: pytree.TreeSpec
     autocast: tuple[tuple[str, torch.dtype, bool], ...]
     form: Hashable
     sizes: tuple[tuple[int, ...] | None, ...]
 
     @classmethod
-    def of(cls, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
+    def of(cls, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ModelCall:
         """Hold the arguments and the autocast of this moment."""
-        leaves, nest = pytree.tree_flatten((tuple(args), dict(sorted(kwargs.items()))))
+        leaves, tree = pytree.tree_flatten((tuple(args), dict(sorted(kwargs.items()))))
         devices = {leaf.device.type for leaf in leaves if isinstance(leaf, Tensor) and leaf.device.type != "meta"}
         autocast = tuple(
             (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
             for kind in sorted({"cpu", *devices})
         )
-        form = (str(nest), autocast, *(_form(leaf) for leaf in leaves))
+        form = (str(tree), autocast, *(_form(leaf) for leaf in leaves))
         sizes = tuple(tuple(leaf.shape) if isinstance(leaf, Tensor) else None for leaf in leaves)
-        return cls(tuple(leaves), nest, autocast, form, sizes)
+        return cls(tuple(leaves), tree, autocast, form, sizes)
 
     @property
     def args(self) -> tuple[Any, ...]:
         """The positional arguments."""
-        args: tuple[Any, ...] = pytree.tree_unflatten(list(self.leaves), self.nest)[0]
+        args: tuple[Any, ...] = pytree.tree_unflatten(list(self.leaves), self.tree)[0]
         return args
 
     @property
     def kwargs(self) -> dict[str, Any]:
         """The arguments by name, sorted."""
-        kwargs: dict[str, Any] = pytree.tree_unflatten(list(self.leaves), self.nest)[1]
+        kwargs: dict[str, Any] = pytree.tree_unflatten(list(self.leaves), self.tree)[1]
         return kwargs
 
-    def map(self, change: Callable[[Any], Any]) -> Call:
+    def map(self, change: Callable[[Any], Any]) -> ModelCall:
         """Hold something else in the place of every leaf."""
         return replace(self, leaves=tuple(change(leaf) for leaf in self.leaves))
 
@@ -75,7 +75,7 @@ def _form(leaf: Any) -> Hashable:
     return (leaf.dim(), leaf.dtype, leaf.device, order)
 
 
-def varying(calls: Sequence[Call]) -> dict[tuple[int, int], str]:
+def varying(calls: Sequence[ModelCall]) -> dict[tuple[int, int], str]:
     """Find the dimensions whose sizes differ between calls of one form, by leaf and dimension.
 
     Dimensions that vary in the same way over all calls are the same one, and get one name.

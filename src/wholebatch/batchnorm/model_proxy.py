@@ -9,12 +9,12 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from wholebatch.batchnorm.model_call import Call
+from wholebatch.batchnorm.model_call import ModelCall
 from wholebatch.batchnorm.operations import arguments_of
 from wholebatch.errors import InexactError
 
 
-class StandIn:
+class ModelProxy:
     """The model in everything but its call, which somebody else answers.
 
     Not a module itself, so that ``parameters()``, ``state_dict()`` or ``isinstance`` are those of the model.
@@ -24,7 +24,7 @@ class StandIn:
         answer: what a call returns.
     """
 
-    def __init__(self, model: nn.Module, answer: Callable[[Call], Any]) -> None:
+    def __init__(self, model: nn.Module, answer: Callable[[ModelCall], Any]) -> None:
         object.__setattr__(self, "_model", model)
         object.__setattr__(self, "_answer", answer)
 
@@ -35,7 +35,7 @@ class StandIn:
                 "An input of the model requires a gradient, which would have to wait for all micro-batches. "
                 "Call the model on plain data, or make what computes the input a part of the model."
             )
-        return self._answer(Call.of(args, kwargs))
+        return self._answer(ModelCall.of(args, kwargs))
 
     forward = __call__
 

@@ -11,30 +11,30 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from wholebatch.batch.tree import move
 from wholebatch.batch.window import MicroBatch
-from wholebatch.model.inspection import Survey, uses_batch_statistics
+from wholebatch.model.inspection import ModelInfo, uses_batch_statistics
 from wholebatch.model.snapshot import Snapshot
 
 _SEEN: WeakKeyDictionary[nn.Module, dict[Hashable, bool]] = WeakKeyDictionary()
 """Which models were seen to normalise nothing. Nothing depends on it but time."""
 
 
-def nothing_normalises(survey: Survey, loss_fn: Callable[[Any, Any], Any], micro_batch: MicroBatch) -> bool:
+def nothing_normalises(model_info: ModelInfo, loss_fn: Callable[[Any, Any], Any], micro_batch: MicroBatch) -> bool:
     """Tell whether no BatchNorm runs in a model, registered or not.
 
     Then rows of different micro-batches do not meet in it, and a model that no graph can be made of needs none. What
     has been seen is remembered for as long as the numbers and switches on the model's modules are the same.
     """
-    if any(uses_batch_statistics(layer) for layer in (*survey.modules, *survey.outside)):
+    if any(uses_batch_statistics(layer) for layer in (*model_info.modules, *model_info.outside)):
         return False
     from wholebatch.batchnorm.program_cache import state_of  # loads what captures graphs
 
-    known, state = _SEEN.setdefault(survey.model, {}), state_of(survey.model)
+    known, state = _SEEN.setdefault(model_info.model, {}), state_of(model_info.model)
     if state not in known:
-        start = Snapshot(survey, loss_fn)
+        start = Snapshot(model_info, loss_fn)
         try:
             watch = _Watch()
             with watch:
-                loss_fn(survey.model, move(micro_batch.load(), survey.device))
+                loss_fn(model_info.model, move(micro_batch.load(), model_info.device))
         finally:
             start.restore()
         known.clear()

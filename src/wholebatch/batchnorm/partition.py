@@ -16,7 +16,7 @@ from wholebatch.batchnorm.operations import BatchNorm, Operation, Reader
 
 
 @dataclass(frozen=True)
-class Stage:
+class GraphStage:
     """The part of a graph between two couplings, as one function.
 
     Attributes:
@@ -33,7 +33,7 @@ class Stage:
 
 
 @dataclass(frozen=True)
-class Coupling:
+class MeetingPoint:
     """Where rows meet: the value that goes in, and the operation that needs all of its rows."""
 
     operation: Operation
@@ -56,8 +56,8 @@ class Program:
         few: the cuts to keep where memory is short.
     """
 
-    stages: tuple[Stage, ...]
-    couplings: tuple[Coupling, ...]
+    stages: tuple[GraphStage, ...]
+    couplings: tuple[MeetingPoint, ...]
     captured: Captured
     results: int
     written: tuple[str, ...]
@@ -88,7 +88,7 @@ class Program:
         return birth < 0 or any(birth <= cut < self.uses[name] for cut in cuts)
 
     @property
-    def signature(self) -> tuple[Coupling, ...]:
+    def signature(self) -> tuple[MeetingPoint, ...]:
         """What two programs must have in common to run micro-batches of one batch."""
         return tuple(replace(coupling, input="") for coupling in self.couplings)
 
@@ -180,7 +180,7 @@ class _Cutter:
         crossing = [n for n in uses if n not in self.bound and not n.name.startswith("meeting_")]
         return Program(
             stages=tuple(stages),
-            couplings=tuple(Coupling(operation, x.name) for operation, x in self.couplings),
+            couplings=tuple(MeetingPoint(operation, x.name) for operation, x in self.couplings),
             captured=self.captured,
             results=len(self.answers),
             written=tuple(self.written),
@@ -198,7 +198,7 @@ class _Cutter:
             read += [result for result in self.results if isinstance(result, fx.Node)]
         return list(dict.fromkeys(n for n in read if self.stage_of[n] != stage))
 
-    def _emit(self, stage: int, inputs: Sequence[fx.Node], outputs: Sequence[Any]) -> Stage:
+    def _emit(self, stage: int, inputs: Sequence[fx.Node], outputs: Sequence[Any]) -> GraphStage:
         graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
         for node in inputs:
             copies[node] = graph.placeholder(node.name)
@@ -206,7 +206,7 @@ class _Cutter:
         for node in nodes:
             copies[node] = graph.node_copy(node, copies.__getitem__)
         graph.output(tuple(copies.get(o, o) if isinstance(o, fx.Node) else o for o in outputs))
-        return Stage(
+        return GraphStage(
             run=fx.GraphModule(self.module, graph).forward,
             inputs=tuple(node.name for node in inputs),
             outputs=tuple(o.name if isinstance(o, fx.Node) else "" for o in outputs),

@@ -7,7 +7,7 @@ from typing import Any
 
 from wholebatch.batch.tree import move
 from wholebatch.batch.window import MicroBatch
-from wholebatch.model.inspection import Survey
+from wholebatch.model.inspection import ModelInfo
 from wholebatch.model.memory import offloaded
 from wholebatch.ranks.agreement import Ranks
 
@@ -19,7 +19,7 @@ class PlainWindow:
         meets: whether rows of different micro-batches meet, so that the other steps do something.
 
     Args:
-        survey: of the model.
+        model_info: of the model.
         loss_fn: called with the model and a micro-batch on the model's device.
         ranks: whose forward this is.
         offload: whether what autograd saves waits in host memory.
@@ -27,8 +27,10 @@ class PlainWindow:
 
     meets = False
 
-    def __init__(self, survey: Survey, loss_fn: Callable[[Any, Any], Any], ranks: Ranks, offload: bool = False) -> None:
-        self.survey, self.model, self.device = survey, survey.model, survey.device
+    def __init__(
+        self, model_info: ModelInfo, loss_fn: Callable[[Any, Any], Any], ranks: Ranks, offload: bool = False
+    ) -> None:
+        self.model_info, self.model, self.device = model_info, model_info.model, model_info.device
         self.loss_fn, self.ranks, self.offload = loss_fn, ranks, offload
 
     def forward(self, micro_batches: Sequence[MicroBatch]) -> None:

@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 from torch import nn
 
 from wholebatch.batchnorm.capture import CaptureError, capture
-from wholebatch.batchnorm.model_call import Call, varying
+from wholebatch.batchnorm.model_call import ModelCall, varying
 from wholebatch.batchnorm.operations import OPERATIONS, Reader
 from wholebatch.batchnorm.partition import Program, cut
 from wholebatch.batchnorm.rematerialize import Value, least_bytes
@@ -30,7 +30,7 @@ _CAPTURING = threading.RLock()
 
 def programs_for(
     model: nn.Module,
-    calls: Sequence[Call],
+    calls: Sequence[ModelCall],
     operations: Mapping[Any, Reader] = OPERATIONS,
     take: Callable[[Any], Any] = lambda leaf: leaf,
 ) -> list[Program]:
@@ -50,7 +50,7 @@ def programs_for(
     """
     state = (state_of(model), tuple(operations))
 
-    def make(call: Call, free: dict[tuple[int, int], str]) -> Program:
+    def make(call: ModelCall, free: dict[tuple[int, int], str]) -> Program:
         return _made(model, call.map(take), free, operations)
 
     with _CAPTURING:
@@ -80,11 +80,15 @@ def state_of(model: nn.Module) -> Hashable:
     )
 
 
-Make = Callable[[Call, "dict[tuple[int, int], str]"], Program]
+Make = Callable[[ModelCall, "dict[tuple[int, int], str]"], Program]
 
 
 def _program(
-    kept: OrderedDict[Hashable, Program | None], call: Call, calls: Sequence[Call], state: Hashable, make: Make
+    kept: OrderedDict[Hashable, Program | None],
+    call: ModelCall,
+    calls: Sequence[ModelCall],
+    state: Hashable,
+    make: Make,
 ) -> Program:
     fixed, alike = (state, call.form, call.sizes), [other for other in calls if other.form == call.form]
     free = varying(alike) if min((size for sizes in call.sizes for size in sizes or ()), default=1) > 1 else {}
@@ -103,14 +107,14 @@ def _program(
     return program
 
 
-def _try(make: Make, call: Call, free: dict[tuple[int, int], str]) -> Program | None:
+def _try(make: Make, call: ModelCall, free: dict[tuple[int, int], str]) -> Program | None:
     try:
         return make(call, free)
     except CaptureError:
         return None
 
 
-def _made(model: nn.Module, call: Call, free: dict[tuple[int, int], str], operations: Any) -> Program:
+def _made(model: nn.Module, call: ModelCall, free: dict[tuple[int, int], str], operations: Any) -> Program:
     program = cut(capture(model, call, free), model, operations)
     sizes = compare(model, call, program)
     crossing = [Value(program.births[name], program.uses[name], size) for name, size in sizes.items()]

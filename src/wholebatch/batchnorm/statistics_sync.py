@@ -10,15 +10,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from wholebatch.batchnorm.operations import Operation, Statistic
-from wholebatch.batchnorm.partition import Coupling
+from wholebatch.batchnorm.partition import MeetingPoint
 from wholebatch.errors import SyncError
-from wholebatch.ranks.agreement import Peers, Ranks
+from wholebatch.ranks.agreement import ProcessGroups, Ranks
 
 
 class Alone:
     """One process holds the whole batch."""
 
-    def couplings(self, here: Sequence[Coupling]) -> Sequence[Coupling]:
+    def couplings(self, here: Sequence[MeetingPoint]) -> Sequence[MeetingPoint]:
         """Agree on where rows meet."""
         return here
 
@@ -44,11 +44,11 @@ class Together(Alone):
     Every exchange begins with a sign of life, so that a rank that fails ends all of them instead of being waited for.
     """
 
-    def __init__(self, peers: Peers) -> None:
+    def __init__(self, peers: ProcessGroups) -> None:
         self._peers = peers
         self._empty = False
 
-    def couplings(self, here: Sequence[Coupling]) -> Sequence[Coupling]:
+    def couplings(self, here: Sequence[MeetingPoint]) -> Sequence[MeetingPoint]:
         """Let ranks without rows know where those of others meet."""
         self._alive(True)
         told = self._objects(list(here))
@@ -133,4 +133,4 @@ def _like(statistic: Statistic, numbers: Tensor) -> Statistic:
 
 def statistics_over(ranks: Ranks) -> Alone:
     """Share statistics over the ranks of a window."""
-    return Together(ranks) if isinstance(ranks, Peers) else Alone()
+    return Together(ranks) if isinstance(ranks, ProcessGroups) else Alone()

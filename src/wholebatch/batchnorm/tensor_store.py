@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 
-class Shelf:
+class TensorStore:
     """Keeps tensors where they are."""
 
     def put(self, value: Any) -> Any:
@@ -29,7 +29,7 @@ class _Away:
     device: torch.device
 
 
-class HostShelf(Shelf):
+class HostTensorStore(TensorStore):
     """Keeps tensors in host memory, pinned where there is a device to copy from it without waiting.
 
     The device then holds what one stage of one micro-batch needs, whatever the size of the batch.

@@ -20,10 +20,10 @@ from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from wholebatch.batchnorm.gradient_tap import Listener
-from wholebatch.batchnorm.model_call import Call
+from wholebatch.batchnorm.gradient_tap import GradientTap
+from wholebatch.batchnorm.model_call import ModelCall
 from wholebatch.batchnorm.operations import BatchNorm, Operation, Statistic, arguments_of
-from wholebatch.batchnorm.tensor_store import Shelf
+from wholebatch.batchnorm.tensor_store import TensorStore
 from wholebatch.errors import InexactError
 
 
@@ -31,10 +31,10 @@ class _Stopped(BaseException):
     """Ends a thread whose result nobody waits for any more."""
 
 
-class _Walker:
+class _ModelThread:
     """One micro-batch on its way through the model, in a thread that runs only when it is told to."""
 
-    def __init__(self, model: nn.Module, call: Call, buffers: Mapping[int, str]) -> None:
+    def __init__(self, model: nn.Module, call: ModelCall, buffers: Mapping[int, str]) -> None:
         self.answer: Any = None
         self.request: tuple[Operation, Tensor, tuple[Any, ...]] | None = None
         self._model, self._call, self._buffers = model, call, buffers
@@ -115,7 +115,7 @@ class _Told:
 class _Meetings(TorchFunctionMode):
     """Brings BatchNorm with batch statistics before all micro-batches, whichever layer calls it."""
 
-    def __init__(self, walker: _Walker, buffers: Mapping[int, str]) -> None:
+    def __init__(self, walker: _ModelThread, buffers: Mapping[int, str]) -> None:
         super().__init__()
         self._walker, self._buffers = walker, buffers
 
@@ -130,7 +130,7 @@ class _Meetings(TorchFunctionMode):
         return self._walker.meet(operation, given["input"], (given["weight"], given["bias"]))
 
 
-class LockStep:
+class ThreadedExecutor:
     """Runs the micro-batches of one batch side by side; takes the place of the engine of stages.
 
     Args:
@@ -139,19 +139,19 @@ class LockStep:
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self.shelf = Shelf()
-        self.calls: Sequence[Call] = ()
+        self.store = TensorStore()
+        self.calls: Sequence[ModelCall] = ()
         self.answers: list[Any] = []
         self.gradients: dict[tuple[int, int], Tensor] = {}
         self.meetings: list[tuple[Operation, Statistic]] = []
         self.anchor = torch.zeros((), requires_grad=True)
         self.after: Mapping[str, Tensor] = {}
 
-    def forward(self, calls: Sequence[Call]) -> None:
+    def forward(self, calls: Sequence[ModelCall]) -> None:
         """Bring all micro-batches through the model."""
         self.calls, before = calls, self._buffers()
         names = {id(buffer): name for name, buffer in self.model.named_buffers()}
-        walkers = [_Walker(self.model, call, names) for call in calls]
+        walkers = [_ModelThread(self.model, call, names) for call in calls]
         replies: Sequence[Tensor | None] = [None] * len(walkers)
         try:
             self._turns(walkers, replies)
@@ -196,7 +196,7 @@ class LockStep:
         for operation, statistic in self.meetings:
             operation.commit(statistic, buffers)
 
-    def _turns(self, walkers: Sequence[_Walker], replies: Sequence[Tensor | None]) -> None:
+    def _turns(self, walkers: Sequence[_ModelThread], replies: Sequence[Tensor | None]) -> None:
         """Let one micro-batch after another go on to its next meeting, each with the same buffers."""
         before, afterwards = self._buffers(), []
         for walker, reply in zip(walkers, replies, strict=True):
@@ -216,7 +216,7 @@ class LockStep:
                     f"{len(walkers)} of them), and what the whole batch would have made of it is not known."
                 )
 
-    def _meet(self, walkers: Sequence[_Walker]) -> list[Tensor]:
+    def _meet(self, walkers: Sequence[_ModelThread]) -> list[Tensor]:
         """Apply the operation that all micro-batches have come to with the statistic of all of them."""
         requests = [walker.request for walker in walkers if walker.request is not None]
         operation = requests[0][0]
@@ -227,7 +227,7 @@ class LockStep:
     def _listen(self, leaf: Any, hear: Any) -> Any:
         if not isinstance(leaf, Tensor) or not leaf.requires_grad:
             return leaf
-        return cast("Any", Listener).apply(self.anchor, leaf.detach(), hear)
+        return cast("Any", GradientTap).apply(self.anchor, leaf.detach(), hear)
 
     def _collect(self, place: tuple[int, int], gradient: Tensor) -> None:
         held = self.gradients.get(place)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from wholebatch.batchnorm.capture import CaptureError
-from wholebatch.batchnorm.model_call import Call
+from wholebatch.batchnorm.model_call import ModelCall
 from wholebatch.batchnorm.operations import AnySize, Operation
 from wholebatch.batchnorm.partition import Program
 from wholebatch.first_window.draws import NormWatch
@@ -33,7 +33,7 @@ class _Alone:
         return self.operation.alone(x, *operands)
 
 
-def compare(model: nn.Module, call: Call, program: Program) -> dict[str, int]:
+def compare(model: nn.Module, call: ModelCall, program: Program) -> dict[str, int]:
     """Run the module and its program on the same micro-batch and refuse the program unless both say the same.
 
     Leaves gradients, buffers and random state as they are.
@@ -66,7 +66,7 @@ def compare(model: nn.Module, call: Call, program: Program) -> dict[str, int]:
     return sizes
 
 
-def _refuse_unregistered(model: nn.Module, call: Call, answered: Sequence[Any], norms: NormWatch) -> None:
+def _refuse_unregistered(model: nn.Module, call: ModelCall, answered: Sequence[Any], norms: NormWatch) -> None:
     """Raise for parameters and statistics that the model uses but does not hold: a graph takes them for constants."""
     buffers = {id(buffer) for buffer in model.buffers()}
     hidden = [place for place, mean in norms.seen if mean is not None and id(mean) not in buffers]
@@ -84,7 +84,7 @@ def _refuse_unregistered(model: nn.Module, call: Call, answered: Sequence[Any], 
         )
 
 
-def _uncut(model: nn.Module, call: Call, program: Program) -> tuple[list[Any], dict[str, int]]:
+def _uncut(model: nn.Module, call: ModelCall, program: Program) -> tuple[list[Any], dict[str, int]]:
     values: dict[str, Any] = program.arguments(call.leaves)
     values |= {f"meeting_{i}": _Alone(coupling.operation) for i, coupling in enumerate(program.couplings)}
     results: tuple[Any, ...] = ()

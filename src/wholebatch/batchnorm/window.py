@@ -11,23 +11,23 @@ from torch import Tensor, nn
 
 from wholebatch.batch.tree import move
 from wholebatch.batch.window import MicroBatch
-from wholebatch.batchnorm.model_call import Call
-from wholebatch.batchnorm.model_proxy import NothingElseMeets, StandIn
+from wholebatch.batchnorm.model_call import ModelCall
+from wholebatch.batchnorm.model_proxy import ModelProxy, NothingElseMeets
 from wholebatch.batchnorm.plain import PlainWindow
-from wholebatch.batchnorm.tensor_store import Shelf
+from wholebatch.batchnorm.tensor_store import TensorStore
 from wholebatch.errors import InexactError, SyncError
-from wholebatch.loss.totals import Sums
-from wholebatch.model.inspection import Survey
+from wholebatch.loss.totals import LossTotals
+from wholebatch.model.inspection import ModelInfo
 from wholebatch.model.state import State
 from wholebatch.ranks.agreement import Ranks, Status
 
 LossFunction = Callable[[Any, Any], Any]
 
 
-class _Heard(BaseException):
+class _CallHeld(BaseException):
     """The loss function has made its call; what follows is for later. Not an Exception: nobody shall catch it."""
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: ModelCall) -> None:
         super().__init__()
         self.call = call
 
@@ -44,7 +44,7 @@ class _Undone:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is None or isinstance(error, _Heard):
+        if error is None or isinstance(error, _CallHeld):
             return
         self._start.restore_buffers()
         if self._tell is not None and not isinstance(error, SyncError):
@@ -54,10 +54,10 @@ class _Undone:
 class Runner(Protocol):
     """Brings the calls of all micro-batches through a model, forward and backward."""
 
-    shelf: Shelf
-    calls: Sequence[Call]
+    store: TensorStore
+    calls: Sequence[ModelCall]
 
-    def forward(self, calls: Sequence[Call]) -> None:
+    def forward(self, calls: Sequence[ModelCall]) -> None:
         """Go as far as nothing but the micro-batch itself is needed; the leaves of the calls wait on the shelf."""
 
     def output(self, index: int) -> Any:
@@ -86,7 +86,7 @@ class WholeWindow(PlainWindow):
     4. :meth:`commit` writes the buffers.
 
     Args:
-        survey: of the model as the loss function shall see it; a wrapper with ``.module`` is looked into.
+        model_info: of the model as the loss function shall see it; a wrapper with ``.module`` is looked into.
         loss_fn: called with a stand-in for the model and a micro-batch.
         ranks: who have to be ready before gradients of shared statistics travel.
         runner: brings the calls through the model: the engine of stages, or lock-step.
@@ -94,34 +94,34 @@ class WholeWindow(PlainWindow):
 
     meets = True
 
-    def __init__(self, survey: Survey, loss_fn: LossFunction, ranks: Ranks, runner: Runner) -> None:
-        super().__init__(survey, loss_fn, ranks)
+    def __init__(self, model_info: ModelInfo, loss_fn: LossFunction, ranks: Ranks, runner: Runner) -> None:
+        super().__init__(model_info, loss_fn, ranks)
         self.runner = runner
         self.places: dict[int, int] = {}
         self.states: dict[int, State] = {}
 
     def forward(self, micro_batches: Sequence[MicroBatch]) -> None:
         """Bring all micro-batches as far as the last stage of the model."""
-        calls: list[Call] = []
-        self.start = State(self.survey)
+        calls: list[ModelCall] = []
+        self.start = State(self.model_info)
         with _Undone(self.start, self.runner.fail):
             for micro_batch in micro_batches:
-                state = State(self.survey, buffers=False)
+                state = State(self.model_info, buffers=False)
                 call = self._hear(micro_batch)
                 if state.drew():  # else nothing has to be set back, which all threads would feel
                     self.states[id(micro_batch)] = state
                 if call is not None:
                     self.places[id(micro_batch)] = len(calls)
-                    calls.append(call.map(self.runner.shelf.put))
+                    calls.append(call.map(self.runner.store.put))
             self.runner.forward(calls)
 
     def loss(self, micro_batch: MicroBatch) -> Any:
         """Run the loss function of a micro-batch on the answer that the model gives within the whole batch."""
         place, state = self.places.get(id(micro_batch)), self.states.get(id(micro_batch))
-        here = State(self.survey, buffers=False)
+        here = State(self.model_info, buffers=False)
         answers: list[Any] = []
 
-        def answer(call: Call) -> Any:
+        def answer(call: ModelCall) -> Any:
             self._check(micro_batch, call, len(answers))
             if state is not None:
                 here.restore_random()
@@ -131,7 +131,7 @@ class WholeWindow(PlainWindow):
         if place is not None and state is not None:
             state.restore_random()
         with NothingElseMeets(), _Undone(self.start):
-            return self.loss_fn(StandIn(self.model, answer), move(micro_batch.load(), self.device))
+            return self.loss_fn(ModelProxy(self.model, answer), move(micro_batch.load(), self.device))
 
     def restart(self) -> None:
         """Forget the gradients that have reached the model's answers, before the losses are run again."""
@@ -143,7 +143,7 @@ class WholeWindow(PlainWindow):
 
     def backward(self) -> None:
         """Bring the gradients that reached the model's answers back to its parameters, on all ranks or on none."""
-        self.ranks.agree(Status.READY, Sums())
+        self.ranks.agree(Status.READY, LossTotals())
         with _Undone(self.start, self.runner.fail):
             self.runner.backward()
 
@@ -151,25 +151,25 @@ class WholeWindow(PlainWindow):
         """Write running statistics and counters, once."""
         self.runner.commit()
 
-    def _hear(self, micro_batch: MicroBatch) -> Call | None:
-        def heard(call: Call) -> Any:
-            raise _Heard(call)
+    def _hear(self, micro_batch: MicroBatch) -> ModelCall | None:
+        def heard(call: ModelCall) -> Any:
+            raise _CallHeld(call)
 
         try:
             with NothingElseMeets():
-                self.loss_fn(StandIn(self.model, heard), move(micro_batch.load(), self.device))
-        except _Heard as reached:
+                self.loss_fn(ModelProxy(self.model, heard), move(micro_batch.load(), self.device))
+        except _CallHeld as reached:
             return reached.call
         return None
 
-    def _check(self, micro_batch: MicroBatch, call: Call, earlier: int) -> None:
+    def _check(self, micro_batch: MicroBatch, call: ModelCall, earlier: int) -> None:
         if earlier:
             raise InexactError(
                 "The loss function calls the model a second time, but what the whole batch meets with there is known "
                 "only after the first call. Make it one call: concatenate the inputs, or use a module that calls both."
             )
         before = (
-            self.runner.calls[self.places[id(micro_batch)]].map(self.runner.shelf.take)
+            self.runner.calls[self.places[id(micro_batch)]].map(self.runner.store.take)
             if id(micro_batch) in self.places
             else None
         )
@@ -192,6 +192,6 @@ def unwrapped(model: nn.Module) -> nn.Module:
             return model
 
 
-def _same(before: Call, call: Call) -> bool:
+def _same(before: ModelCall, call: ModelCall) -> bool:
     pairs = zip(before.leaves, call.leaves, strict=True)
     return all(torch.equal(a, b) for a, b in pairs if isinstance(a, Tensor))

@@ -5,8 +5,8 @@ from __future__ import annotations
 import html
 from collections.abc import Iterator, Sequence
 
-from wholebatch.doctor.micro_batch import MicroBatch
-from wholebatch.doctor.windows import Story, Window
+from wholebatch.doctor.micro_batch import WatchedMicroBatch
+from wholebatch.doctor.windows import Story, WatchedWindow
 
 WIDTH = 860
 ROW = 34
@@ -47,17 +47,17 @@ def windows(stories: Sequence[Story]) -> str:
     return svg(12 + len(shown) * ROW, parts, "The micro-batches of each optimizer step")
 
 
-def whole(window: Window) -> list[MicroBatch]:
+def whole(window: WatchedWindow) -> list[WatchedMicroBatch]:
     """Return a window's micro-batches with those that it lost, in their order."""
     return sorted([*window.lost, *window.micro_batches], key=lambda micro_batch: micro_batch.backward.order)
 
 
-def size_of(micro_batch: MicroBatch) -> float:
+def size_of(micro_batch: WatchedMicroBatch) -> float:
     """Return the items of a micro-batch, its rows where the loss could not be read."""
     return max((term.items for term in micro_batch.backward.terms), default=0.0) or float(micro_batch.rows) or 1.0
 
 
-def row(window: Window, y: float, unit: float) -> Iterator[str]:
+def row(window: WatchedWindow, y: float, unit: float) -> Iterator[str]:
     """Draw one window."""
     x = float(LABEL)
     micro_batches = whole(window)
@@ -73,7 +73,7 @@ def row(window: Window, y: float, unit: float) -> Iterator[str]:
     yield text(x + 6, y + 15, ending, "label")
 
 
-def marks(window: Window, at: int, count: int, x: float, y: float) -> Iterator[str]:
+def marks(window: WatchedWindow, at: int, count: int, x: float, y: float) -> Iterator[str]:
     """Draw what happened right after a micro-batch: a clip, or an epoch's end."""
     if any(place == at for place, _ in window.clips):
         yield box(x - 1, y - 2, 3, 26, "clip" if at < count else "rightclip", f"clip after micro-batch {at} of {count}")
@@ -81,7 +81,7 @@ def marks(window: Window, at: int, count: int, x: float, y: float) -> Iterator[s
         yield box(x - 1, y - 4, 2, 30, "epoch", "the epoch ended here")
 
 
-def hint_of(micro_batch: MicroBatch, lost: bool) -> str:
+def hint_of(micro_batch: WatchedMicroBatch, lost: bool) -> str:
     """Say what a micro-batch is."""
     factors = ", ".join(
         f"{term.factor:.3g} x {term.reduction} over {term.items:g}" for term in micro_batch.backward.terms[:4]

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wholebatch.doctor.trace import Term
+from wholebatch.doctor.trace import TracedTerm
 
 MOST_TERMS = 64
 # Reductions that carry their kind with them: 0 none, 1 mean, 2 sum (torch._C reduction enumeration, `nn.functional`).
@@ -35,14 +35,14 @@ class Visit:
     path: str
 
 
-def terms_of(loss: Tensor) -> tuple[Term, ...]:
+def terms_of(loss: Tensor) -> tuple[TracedTerm, ...]:
     """Return the summands of a scalar loss, each with its reduction, factor and items.
 
     Costs a few microseconds a node; reading a divisor that lives on a device waits for it.
     """
     if loss.grad_fn is None or loss.numel() != 1 or torch._C._len_torch_dispatch_stack() > 0:
         return ()  # under a dispatch mode torch cannot read the numbers that nodes have saved
-    found: list[Term] = []
+    found: list[TracedTerm] = []
     waiting = [Visit(loss.grad_fn, (), "")]
     while waiting and len(found) < MOST_TERMS:
         visit = waiting.pop()
@@ -135,7 +135,7 @@ STEPS: dict[str, Callable[[Visit], Iterator[Visit]]] = {
 }
 
 
-def term_at(visit: Visit) -> Term:
+def term_at(visit: Visit) -> TracedTerm:
     """Describe the reduction at which the way down ended."""
     kind, items, total = reduction_at(visit.node)
     factors = (*visit.factors, *inner_factors(visit.node))
@@ -145,7 +145,7 @@ def term_at(visit: Visit) -> Term:
             kind, factors = "mean", factors[:place] + factors[place + 1 :]
             break
     name = base(visit.node)
-    return Term(
+    return TracedTerm(
         visit.path, name, kind, math.prod(factors), factors, items, total, paired(visit.node), constant(visit.node)
     )
 

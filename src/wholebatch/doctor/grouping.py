@@ -11,10 +11,10 @@ import collections
 from collections.abc import Hashable, Sequence
 from itertools import combinations
 
-from wholebatch.doctor.micro_batch import MicroBatch
+from wholebatch.doctor.micro_batch import WatchedMicroBatch
 
 
-def gathered(micro_batches: Sequence[MicroBatch]) -> list[list[MicroBatch]]:
+def gathered(micro_batches: Sequence[WatchedMicroBatch]) -> list[list[WatchedMicroBatch]]:
     """Return the micro-batches in groups that may be micro-batches of one loss, in the order of their first ones."""
     group = list(range(len(micro_batches)))
     often = collections.Counter(micro_batch.backward.path for micro_batch in micro_batches)
@@ -32,7 +32,7 @@ def gathered(micro_batches: Sequence[MicroBatch]) -> list[list[MicroBatch]]:
     ]
 
 
-def run_again(one: MicroBatch, other: MicroBatch) -> bool:
+def run_again(one: WatchedMicroBatch, other: WatchedMicroBatch) -> bool:
     """Tell whether the same lines made both: the loop went round between them.
 
     The same backward did, or the same forward on other rows (a branch such as ``with no_sync()`` may hold the
@@ -46,7 +46,7 @@ def run_again(one: MicroBatch, other: MicroBatch) -> bool:
     return bool(shared) or one.next_batch(other) or {one.asks_for_sync, other.asks_for_sync} == {True, False}
 
 
-def losses_of(micro_batches: Sequence[MicroBatch]) -> list[list[MicroBatch]]:
+def losses_of(micro_batches: Sequence[WatchedMicroBatch]) -> list[list[WatchedMicroBatch]]:
     """Split a gathering where its micro-batches are different losses, so that each part holds micro-batches of one
     loss.
 
@@ -56,7 +56,7 @@ def losses_of(micro_batches: Sequence[MicroBatch]) -> list[list[MicroBatch]]:
     """
     targets = all(micro_batch.targets() for micro_batch in micro_batches)
     heads = own_parameters({micro_batch.backward.touched for micro_batch in micro_batches})
-    found: dict[Hashable, list[MicroBatch]] = {}
+    found: dict[Hashable, list[WatchedMicroBatch]] = {}
     for place, micro_batch in enumerate(micro_batches):
         earlier = sum(other.same_rows(micro_batch) for other in micro_batches[:place])
         character = (micro_batch.targets() if targets else (), micro_batch.backward.touched if heads else ())

@@ -21,7 +21,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from torch.utils.hooks import RemovableHandle
 
 from wholebatch.doctor.own_calls import around_library
-from wholebatch.doctor.patching import Call, Listener, Wrapping
+from wholebatch.doctor.patching import Listener, PatchedCall, Wrapping
 from wholebatch.doctor.recorder import Recorder
 from wholebatch.doctor.trace import Average, Collective, Epoch, Schedule, ZeroGrad
 from wholebatch.model.origin import OWN
@@ -99,7 +99,7 @@ def optimizer_hooks(recorder: Recorder) -> list[Any]:
 def around_backward(recorder: Recorder, wrapping: Wrapping) -> None:
     """Hear every backward: torch has no global hook for it (`Tensor.backward` calls this function too)."""
 
-    def backward(call: Call) -> Any:
+    def backward(call: PatchedCall) -> Any:
         recorder.switch.off()
         roots = call.given(0, "tensors")
         if recorder.call is not None:
@@ -117,7 +117,7 @@ def around_backward(recorder: Recorder, wrapping: Wrapping) -> None:
 def around_gradients(recorder: Recorder, wrapping: Wrapping) -> None:
     """Hear what is done to gradients: clearing and clipping."""
 
-    def zero(call: Call) -> Any:
+    def zero(call: PatchedCall) -> Any:
         owner = call.given(0, "self")
         own = (
             owner.parameters()
@@ -139,7 +139,7 @@ def around_clips(recorder: Recorder, wrapping: Wrapping) -> None:
     running: list[Any] = []
 
     def listener(bound: str) -> Listener:
-        def clip(call: Call) -> Any:
+        def clip(call: PatchedCall) -> Any:
             limit = number(call.given(1, bound))
             given = call.given(0, "parameters")
             if running or limit is None or not isinstance(given, Iterable):
@@ -165,7 +165,7 @@ def around_clips(recorder: Recorder, wrapping: Wrapping) -> None:
         wrapping.function(torch.nn.utils, name, listener(bound))
 
 
-def parameters_of(call: Call, given: Iterable[Tensor]) -> list[Tensor]:
+def parameters_of(call: PatchedCall, given: Iterable[Tensor]) -> list[Tensor]:
     """Return the parameters that a call was given, and give it them again where looking uses them up."""
     listed = [given] if isinstance(given, Tensor) else list(given)
     if isinstance(given, GeneratorType):
@@ -186,7 +186,7 @@ def number(value: Any) -> float | None:
 def around_scaler(recorder: Recorder, wrapping: Wrapping) -> None:
     """Hear a GradScaler."""
 
-    def scale(call: Call) -> Any:
+    def scale(call: PatchedCall) -> Any:
         scaled, scaler = call.run(), call.given(0, "self")
         if scaler.is_enabled():
             # Any other iterable comes back as an iterator, which belongs to the caller.
@@ -196,7 +196,7 @@ def around_scaler(recorder: Recorder, wrapping: Wrapping) -> None:
         return scaled
 
     def listener(name: str) -> Listener:
-        def called(call: Call) -> Any:
+        def called(call: PatchedCall) -> Any:
             scaler = call.given(0, "self")
             before, held = len(recorder.trace.events), scaler.get_scale()
             optimizer = call.given(1, "optimizer") if name != "update" else None
@@ -217,7 +217,7 @@ def around_schedules(recorder: Recorder, wrapping: Wrapping) -> None:
     """Hear learning-rate schedulers, the outermost of nested ones, not the step that each makes at birth."""
     running: list[Any] = []
 
-    def step(call: Call) -> Any:
+    def step(call: PatchedCall) -> Any:
         scheduler = call.given(0, "self")
         born = getattr(scheduler, "_step_count", 1) == 0
         running.append(scheduler)
@@ -245,13 +245,13 @@ def around_loaders(recorder: Recorder, wrapping: Wrapping) -> None:
     """Hear where an epoch begins and ends."""
     lengths: dict[int, int | None] = {}
 
-    def begin(call: Call) -> Any:
+    def begin(call: PatchedCall) -> Any:
         iterator, loader = call.run(), call.given(0, "self")
         lengths[id(iterator)] = length_of(loader)
         recorder.add(Epoch(what="start", loader=id(loader), length=length_of(loader)))
         return iterator
 
-    def draw(call: Call) -> Any:
+    def draw(call: PatchedCall) -> Any:
         iterator = call.given(0, "self")
         try:
             batch = call.run()
@@ -279,7 +279,7 @@ def around_ranks(recorder: Recorder, wrapping: Wrapping) -> None:
         return
 
     def listener(name: str) -> Listener:
-        def called(call: Call) -> Any:
+        def called(call: PatchedCall) -> Any:
             given = (*call.args, *call.kwargs.values())
             sizes = [value.numel() * value.element_size() for value in given if isinstance(value, Tensor)]
             recorder.add(Collective(name=name, bytes=max(sizes, default=0)))
@@ -294,7 +294,7 @@ def around_ranks(recorder: Recorder, wrapping: Wrapping) -> None:
 def around_averages(recorder: Recorder, wrapping: Wrapping) -> None:
     """Hear torch's own weight averages."""
 
-    def update(call: Call) -> Any:
+    def update(call: PatchedCall) -> Any:
         model = call.given(1, "model")
         known = recorder.parameters.numbers
         own = (

@@ -73,7 +73,7 @@ class Measurement:
         return Finding(rule, what, amount, 10.0 + self.comparison.error, None, Change("loss.backward()", into))
 
 
-class Replayed:
+class ReplayedLoop:
     """A loss function that starts each micro-batch from the random state that the loop had there."""
 
     def __init__(self, loss_fn: Callable[[Any, Any], Any], draws: Sequence[Tensor]) -> None:
@@ -116,7 +116,7 @@ def measure(exhibit: Exhibit, loss_fn: Callable[[Any, Any], Any], world: int = 1
     cause: Hypothesis | None = None
     residual = size.error
     if size.error > tolerance:
-        ideas = Ideas(
+        ideas = CandidateGradients(
             right,
             read_micro_batches(exhibit, exhibit.model, loss_fn, micro_batches),
             names,
@@ -141,7 +141,7 @@ def reference_of(
     draws.
     """
     if exhibit.random:
-        return plain_gradient(model, Replayed(loss_fn, exhibit.draws), micro_batches)
+        return plain_gradient(model, ReplayedLoop(loss_fn, exhibit.draws), micro_batches)
     return whole_gradient(model, loss_fn, Window(micro_batches))
 
 
@@ -150,12 +150,12 @@ def read_micro_batches(
 ) -> list[Reference]:
     """Return the gradient of each micro-batch's own loss."""
     return [
-        plain_gradient(model, Replayed(loss_fn, [draws]) if exhibit.random else loss_fn, [micro_batch])
+        plain_gradient(model, ReplayedLoop(loss_fn, [draws]) if exhibit.random else loss_fn, [micro_batch])
         for micro_batch, draws in zip(micro_batches, exhibit.draws, strict=False)
     ]
 
 
-class Ideas:
+class CandidateGradients:
     """What the window's gradient would be under each fault, from the gradients of its micro-batches."""
 
     def __init__(

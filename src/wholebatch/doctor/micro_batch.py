@@ -10,7 +10,7 @@ from wholebatch.verify.source_line import Site
 
 
 @dataclasses.dataclass
-class MicroBatch:
+class WatchedMicroBatch:
     """One backward of a window and the forwards that led to it, in order."""
 
     backward: Backward
@@ -47,28 +47,28 @@ class MicroBatch:
         asked = [forward.sync for forward in self.forwards if forward.sync is not None]
         return any(asked) if asked else None
 
-    def next_batch(self, other: MicroBatch) -> bool:
+    def next_batch(self, other: WatchedMicroBatch) -> bool:
         """Tell whether the same loader gave another batch for the other micro-batch."""
         own, its = (micro_batch.forwards[-1].batch if micro_batch.forwards else None for micro_batch in (self, other))
         return own is not None and its is not None and own[0] == its[0] and own[1] != its[1]
 
-    def same_batch(self, other: MicroBatch) -> bool:
+    def same_batch(self, other: WatchedMicroBatch) -> bool:
         """Tell whether both are known to be of one and the same batch of a loader."""
         own, its = (micro_batch.forwards[-1].batch if micro_batch.forwards else None for micro_batch in (self, other))
         return own is not None and own == its
 
-    def alike(self, other: MicroBatch) -> bool:
+    def alike(self, other: WatchedMicroBatch) -> bool:
         """Tell whether two losses are made of the same parts and reach the same parameters."""
         own, its = ([(term.path, term.name) for term in micro_batch.backward.terms] for micro_batch in (self, other))
         same = self.modules() == other.modules() and self.signs() == other.signs()
         return same and own == its and self.backward.touched == other.backward.touched
 
-    def same_forwards(self, other: MicroBatch) -> bool:
+    def same_forwards(self, other: WatchedMicroBatch) -> bool:
         """Tell whether both losses come from one and the same forward."""
         own = {forward.order for forward in self.last_forwards}
         return own == {forward.order for forward in other.last_forwards}
 
-    def same_rows(self, other: MicroBatch) -> bool:
+    def same_rows(self, other: WatchedMicroBatch) -> bool:
         """Tell whether all that the models of both were called with is the same memory."""
         own = [forward.inputs for forward in self.forwards if forward.inputs]
         return bool(own) and own == [forward.inputs for forward in other.forwards if forward.inputs]

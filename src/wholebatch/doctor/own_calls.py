@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from wholebatch import step
 from wholebatch.doctor.graph import terms_of
-from wholebatch.doctor.patching import Call, Listener, Wrapping
+from wholebatch.doctor.patching import Listener, PatchedCall, Wrapping
 from wholebatch.doctor.recorder import Recorder
-from wholebatch.doctor.trace import Backward, Term
+from wholebatch.doctor.trace import Backward, TracedTerm
 from wholebatch.gradient import coupled
 from wholebatch.gradient import separable as gradient
 
@@ -70,12 +70,12 @@ def factors_of(root: Tensor) -> tuple[float, ...]:
     return tuple(factors)
 
 
-def terms_in(name: str, result: Any, factors: list[tuple[float, ...]]) -> tuple[Term, ...]:
+def terms_in(name: str, result: Any, factors: list[tuple[float, ...]]) -> tuple[TracedTerm, ...]:
     """Return what a call averaged over: each of its terms is a mean over the rows or tokens that it was given."""
     named = result.items if isinstance(result.items, Mapping) else dict(enumerate(result.items))
     own = factors if len(factors) == len(named) else [()] * len(named)
     return tuple(
-        Term(str(key), name, "mean", product(these), these, float(items), float(items))
+        TracedTerm(str(key), name, "mean", product(these), these, float(items), float(items))
         for (key, items), these in zip(named.items(), own, strict=True)
     )
 
@@ -92,7 +92,7 @@ def around_library(recorder: Recorder, wrapping: Wrapping) -> None:
     """Hear the calls that leave the gradient of a window."""
 
     def listener(name: str) -> Listener:
-        def called(call: Call) -> Any:
+        def called(call: PatchedCall) -> Any:
             inside = LibraryCall(recorder, name, call.given(0, "model"), call.kwargs.get("scaler"))
             try:
                 result = call.run()
@@ -104,7 +104,7 @@ def around_library(recorder: Recorder, wrapping: Wrapping) -> None:
 
         return called
 
-    def stepped(call: Call) -> Any:
+    def stepped(call: PatchedCall) -> Any:
         own = call.given(0, "self")
         inside = LibraryCall(recorder, "wb.Step", own.model, own.scaler)
         try:

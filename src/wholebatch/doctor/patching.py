@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 
-class Call:
+class PatchedCall:
     """One call of a replaced function, with its arguments as the caller wrote them.
 
     A listener reads and exchanges arguments by place and name, and never names them in a call of its own: what the
@@ -41,7 +41,7 @@ class Call:
         return self.original(*self.args, **self.kwargs)
 
 
-Listener = Callable[[Call], Any]
+Listener = Callable[[PatchedCall], Any]
 
 
 class Wrapping:
@@ -85,7 +85,7 @@ def heard(original: Callable[..., Any], listener: Listener) -> Callable[..., Any
 
     @functools.wraps(original)
     def replaced(*args: Any, **kwargs: Any) -> Any:
-        return listener(Call(original, args, kwargs))
+        return listener(PatchedCall(original, args, kwargs))
 
     return replaced
 

@@ -14,12 +14,12 @@ from typing import Any
 
 import torch.multiprocessing as mp
 
-from wholebatch.doctor.patching import Call, Wrapping
+from wholebatch.doctor.patching import PatchedCall, Wrapping
 from wholebatch.doctor.trace import Trace
 from wholebatch.doctor.trace_json import read, written
 
 
-class Watched:
+class WatchedProcess:
     """A function that runs watched in a process of its own, and leaves its trace in a folder."""
 
     def __init__(self, function: Callable[..., Any], folder: str, watch: Callable[[], Any]) -> None:
@@ -37,8 +37,8 @@ class Watched:
 def around_processes(folder: str, watch: Callable[[], Any], wrapping: Wrapping) -> None:
     """Let processes started by `torch.multiprocessing` watch themselves, each in the context that `watch` makes."""
 
-    def start(call: Call) -> Any:
-        call.exchange(0, "fn", Watched(call.given(0, "fn"), folder, watch))
+    def start(call: PatchedCall) -> Any:
+        call.exchange(0, "fn", WatchedProcess(call.given(0, "fn"), folder, watch))
         return call.run()
 
     wrapping.function(mp, "start_processes", start)

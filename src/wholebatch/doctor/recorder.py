@@ -17,7 +17,18 @@ from wholebatch.doctor.first_window import Exhibit
 from wholebatch.doctor.graph import terms_of
 from wholebatch.doctor.lineage import Rows, leaves, mark, marks_below, path_of
 from wholebatch.doctor.parameters import Parameters
-from wholebatch.doctor.trace import Average, Backward, Clip, Collective, Event, Forward, Optimizer, Scaler, Step, Trace
+from wholebatch.doctor.trace import (
+    Average,
+    Backward,
+    Clip,
+    Collective,
+    Event,
+    Forward,
+    Optimizer,
+    OptimizerStep,
+    Scaler,
+    Trace,
+)
 from wholebatch.doctor.weight_averages import AverageSwitch, AverageWatch
 from wholebatch.verify.source_line import site_of
 
@@ -68,7 +79,7 @@ class Recorder:
     def add(self, event: Event) -> None:
         """Append an event under the user's line that caused it."""
         if self.call is not None and not isinstance(event, Collective):
-            self.call.close()  # what follows inside `wb.Step` finds the window's gradient complete
+            self.call.close()  # what follows inside `wb.OptimizerStep` finds the window's gradient complete
         event.order = len(self.trace.events)
         event.seconds = time.perf_counter() - self.started
         if event.site is None:
@@ -238,18 +249,18 @@ class Recorder:
         self.trace.optimizers[number] = Optimizer(type(optimizer).__name__, numbers)
         return number
 
-    def begin_step(self, optimizer: torch.optim.Optimizer) -> Step:
+    def begin_step(self, optimizer: torch.optim.Optimizer) -> OptimizerStep:
         """Look at the gradients as the optimizer finds them."""
         if self.call is not None:
             self.call.close()
         self.inside_step += 1
         number = self.meet_optimizer(optimizer)
-        event = Step(began=len(self.trace.events), optimizer=number, in_backward=self.nested > 0)
+        event = OptimizerStep(began=len(self.trace.events), optimizer=number, in_backward=self.nested > 0)
         event.site = site_of(inspect.currentframe())
         self.look_at_step(event)
         return event
 
-    def look_at_step(self, event: Step) -> None:
+    def look_at_step(self, event: OptimizerStep) -> None:
         """Fill in which gradients are there, their norm and the sample."""
         look = self.parameters.look()
         own = self.trace.optimizers[event.optimizer].parameters
@@ -260,7 +271,7 @@ class Recorder:
         event.norm = self.parameters.norm(own)
         event.sample = self.sample_if(bool(look.changed))
 
-    def end_step(self, event: Step) -> None:
+    def end_step(self, event: OptimizerStep) -> None:
         """Close the event; a closure may have made the gradients meanwhile."""
         self.inside_step -= 1
         if any(isinstance(seen, Backward) for seen in self.trace.events[event.began :]):
@@ -287,7 +298,9 @@ class Recorder:
     def scaler_called(self, call: str, optimizer: Any, scale: float, before: int) -> None:
         """Note a scaler's call; a step without a step of the optimizer inside was skipped."""
         number = id(optimizer) if optimizer is not None else -1
-        stepped = any(isinstance(seen, Step) and seen.optimizer == number for seen in self.trace.events[before:])
+        stepped = any(
+            isinstance(seen, OptimizerStep) and seen.optimizer == number for seen in self.trace.events[before:]
+        )
         self.add(Scaler(call=call, optimizer=number, scale=scale, stepped=stepped or call != "step"))
 
 

@@ -9,9 +9,9 @@ from typing import Any
 from wholebatch.doctor.findings import Finding, find
 from wholebatch.doctor.hypotheses import Measurement
 from wholebatch.doctor.measure import usual_error
-from wholebatch.doctor.trace import Backward, Step, Trace
+from wholebatch.doctor.trace import Backward, OptimizerStep, Trace
 from wholebatch.doctor.weights import divisions
-from wholebatch.doctor.windows import Story, Window, read
+from wholebatch.doctor.windows import Story, WatchedWindow, read
 
 REDUCED = (
     "FSDP reduces gradients with every micro-batch: the least memory. "
@@ -101,13 +101,13 @@ def stands(finding: Finding) -> bool:
     return any(finding.change.out in line for line in linecache.getlines(finding.site.file))
 
 
-def windows_of(story: Story) -> list[Window]:
+def windows_of(story: Story) -> list[WatchedWindow]:
     """Return the windows of all optimizers in the order of their steps."""
     windows = [window for own in story.windows.values() for window in own]
     return sorted(windows, key=lambda window: window.step.order if window.step is not None else 0)
 
 
-def window_row(story: Story, window: Window) -> dict[str, Any]:
+def window_row(story: Story, window: WatchedWindow) -> dict[str, Any]:
     """Return one window as plain data: its micro-batches with their items and rows, and its step."""
     return {
         "rank": story.trace.rank,
@@ -137,7 +137,7 @@ def report_on(traces: list[Trace], measurement: Measurement | None = None) -> Re
         notes = [f"First window against the reference: {measurement.comparison}.", *measurement.notes, *notes]
     if stories[0].trace.error is not None:
         notes.append(f"The script ended by its own error: {stories[0].trace.error}")
-    looked = any(isinstance(event, Step) for event in stories[0].trace.events)
+    looked = any(isinstance(event, OptimizerStep) for event in stories[0].trace.events)
     return Report(findings, notes, stories, looked, measurement)
 
 
@@ -153,7 +153,7 @@ def with_measurement(findings: list[Finding], measurement: Measurement | None) -
     return [measured, *(finding for finding in findings if finding is not seen)]
 
 
-def reduces_each_micro_batch(window: Window) -> bool:
+def reduces_each_micro_batch(window: WatchedWindow) -> bool:
     """Tell whether FSDP reduced gradients with every micro-batch of a window of several."""
     sharded = [
         micro_batch

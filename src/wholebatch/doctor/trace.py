@@ -11,7 +11,7 @@ from wholebatch.verify.source_line import Site
 
 
 @dataclasses.dataclass(frozen=True)
-class Term:
+class TracedTerm:
     """One summand of a loss, as the autograd graph tells it: ``factor * reduction(items)``.
 
     reduction: "mean" divides by its own items, "sum" by nothing, "opaque" could not be read.
@@ -94,7 +94,7 @@ class Backward(Event):
     rows: int | None = None
     value: float | None = None
     scaled: bool = False
-    terms: tuple[Term, ...] = ()
+    terms: tuple[TracedTerm, ...] = ()
     pending: frozenset[int] = frozenset()
     touched: frozenset[int] = frozenset()
     changed: bool = False
@@ -106,7 +106,7 @@ class Backward(Event):
 
 
 @dataclasses.dataclass
-class Step(Event):
+class OptimizerStep(Event):
     """One step of an optimizer: the gradients as it found them, after clipping, and those it missed."""
 
     kind: ClassVar[str] = "step"
@@ -223,4 +223,4 @@ class Trace:
     @property
     def steps(self) -> int:
         """How many optimizer steps were seen."""
-        return len(self.of(Step))
+        return len(self.of(OptimizerStep))

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from wholebatch.doctor import trace
-from wholebatch.doctor.trace import Event, Optimizer, Term, Trace
+from wholebatch.doctor.trace import Event, Optimizer, Trace, TracedTerm
 from wholebatch.verify.source_line import Site
 
-CLASSES: dict[str, type[Any]] = {kind.__name__: kind for kind in (Trace, Optimizer, Term, Site, Event)}
+CLASSES: dict[str, type[Any]] = {kind.__name__: kind for kind in (Trace, Optimizer, TracedTerm, Site, Event)}
 CLASSES |= {name: kind for name, kind in vars(trace).items() if isinstance(kind, type) and issubclass(kind, Event)}
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 

@@ -15,9 +15,9 @@ import statistics
 from collections.abc import Iterator
 
 from wholebatch.doctor.grouping import losses_of
-from wholebatch.doctor.micro_batch import MicroBatch
-from wholebatch.doctor.trace import Forward, Term
-from wholebatch.doctor.windows import Story, Window, parallel
+from wholebatch.doctor.micro_batch import WatchedMicroBatch
+from wholebatch.doctor.trace import Forward, TracedTerm
+from wholebatch.doctor.windows import Story, WatchedWindow, parallel
 from wholebatch.verify.source_line import Site
 
 CLOSE = 1e-3
@@ -31,8 +31,8 @@ class Share:
 
     rank: int
     place: int
-    micro_batch: MicroBatch
-    term: Term
+    micro_batch: WatchedMicroBatch
+    term: TracedTerm
 
 
 @dataclasses.dataclass
@@ -46,7 +46,7 @@ class Division:
     """
 
     shares: list[Share]
-    windows: list[Window]
+    windows: list[WatchedWindow]
     world: int
     lengths: list[int]
     after: float
@@ -149,7 +149,7 @@ def divisions(stories: list[Story]) -> list[Division]:
     return found
 
 
-def window_at(story: Story, place: int, number: int) -> Window | None:
+def window_at(story: Story, place: int, number: int) -> WatchedWindow | None:
     """Return the same window of another rank: of the optimizer at the same place, with the same number."""
     optimizers = list(story.windows)
     windows = story.windows[optimizers[place]] if place < len(optimizers) else []
@@ -162,7 +162,7 @@ def spread(stories: list[Story]) -> int:
     return stories[0].trace.world if any(forward.wrapper for forward in forwards) else 1
 
 
-def forwards_of(windows: list[Window]) -> list[Forward]:
+def forwards_of(windows: list[WatchedWindow]) -> list[Forward]:
     """Return the forwards of all micro-batches."""
     return [forward for window in windows for micro_batch in window.micro_batches for forward in micro_batch.forwards]
 
@@ -174,7 +174,7 @@ def lengths_of(stories: list[Story], place: int) -> list[int]:
     return sorted(counts, key=lambda length: (-counts[length], -length)) or [0]
 
 
-def of_window(group: list[Window], ranks: list[int], lengths: list[int], world: int) -> list[Division]:
+def of_window(group: list[WatchedWindow], ranks: list[int], lengths: list[int], world: int) -> list[Division]:
     """Return one division for each term that the micro-batches of a window have in common."""
     after = rescaled(group[0], world)
     if after is None:
@@ -188,7 +188,9 @@ def of_window(group: list[Window], ranks: list[int], lengths: list[int], world: 
     return [together(list(parts.values()), group, world, lengths, after) for parts in keyed.values()]
 
 
-def shares_in(rank: int, window: Window, loss: list[MicroBatch]) -> Iterator[tuple[tuple[str, str], Share]]:
+def shares_in(
+    rank: int, window: WatchedWindow, loss: list[WatchedMicroBatch]
+) -> Iterator[tuple[tuple[str, str], Share]]:
     """Yield the terms of the micro-batches that are in the gradient, each under what it has in common with others."""
     places = {id(micro_batch): place for place, micro_batch in enumerate(window.micro_batches)}
     for micro_batch in loss:
@@ -197,14 +199,16 @@ def shares_in(rank: int, window: Window, loss: list[MicroBatch]) -> Iterator[tup
                 yield (term.path, term.name), Share(rank, places[id(micro_batch)], micro_batch, term)
 
 
-def together(parts: list[list[Share]], group: list[Window], world: int, lengths: list[int], after: float) -> Division:
+def together(
+    parts: list[list[Share]], group: list[WatchedWindow], world: int, lengths: list[int], after: float
+) -> Division:
     """Return the division of all shares, with that of each part where there are several."""
     shares = sorted((share for part in parts for share in part), key=lambda share: (share.rank, share.place))
     finer = [Division(part, group, world, lengths, after) for part in parts] if len(parts) > 1 else []
     return Division(shares, group, world, lengths, after, finer)
 
 
-def rescaled(window: Window, world: int) -> float | None:
+def rescaled(window: WatchedWindow, world: int) -> float | None:
     """Return what the gradients were multiplied by after the last micro-batch and before clip and step.
 
     1 when it was not kept, or reduced over ranks meanwhile; None when something else was done to them than scaling.

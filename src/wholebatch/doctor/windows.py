@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from wholebatch.doctor.grouping import gathered, losses_of
-from wholebatch.doctor.micro_batch import MicroBatch
+from wholebatch.doctor.micro_batch import WatchedMicroBatch
 from wholebatch.doctor.trace import (
     Average,
     Backward,
@@ -19,9 +19,9 @@ from wholebatch.doctor.trace import (
     Epoch,
     Event,
     Forward,
+    OptimizerStep,
     Scaler,
     Schedule,
-    Step,
     Trace,
     ZeroGrad,
 )
@@ -30,7 +30,7 @@ PARALLEL = 1e-3
 
 
 @dataclasses.dataclass
-class Window:
+class WatchedWindow:
     """What happened for one optimizer from its previous step to this one.
 
     micro_batches: what is in the gradient that the step finds; lost: what was cleared before any step used it,
@@ -43,21 +43,21 @@ class Window:
     number: int
     parameters: frozenset[int]
     slices: dict[int, tuple[int, int]] = dataclasses.field(default_factory=dict)
-    micro_batches: list[MicroBatch] = dataclasses.field(default_factory=list)
-    lost: list[MicroBatch] = dataclasses.field(default_factory=list)
+    micro_batches: list[WatchedMicroBatch] = dataclasses.field(default_factory=list)
+    lost: list[WatchedMicroBatch] = dataclasses.field(default_factory=list)
     cleared: list[Event] = dataclasses.field(default_factory=list)
     stale: frozenset[int] = frozenset()
     skipped: bool = False
-    step: Step | None = None
+    step: OptimizerStep | None = None
     events: list[Event] = dataclasses.field(default_factory=list)
 
     @functools.cached_property
-    def gathered(self) -> list[list[MicroBatch]]:
+    def gathered(self) -> list[list[WatchedMicroBatch]]:
         """The micro-batches, lost ones too, by the lines that made them."""
         return gathered(sorted((*self.lost, *self.micro_batches), key=lambda micro_batch: micro_batch.backward.order))
 
     @functools.cached_property
-    def losses(self) -> list[list[MicroBatch]]:
+    def losses(self) -> list[list[WatchedMicroBatch]]:
         """The micro-batches, lost ones too, by the loss that they are micro-batches of."""
         return [loss for group in self.gathered for loss in losses_of(group)]
 
@@ -121,7 +121,7 @@ class Window:
         kept = [own.new_full((numel,), float(number in numbers)) for number, (_, numel) in self.slices.items()]
         return own * torch.cat(kept)
 
-    def gained(self, micro_batch: MicroBatch) -> Tensor | None:
+    def gained(self, micro_batch: WatchedMicroBatch) -> Tensor | None:
         """Return what a micro-batch added to the sampled gradient of this window's optimizer."""
         after, before = self.own(micro_batch.backward.after), self.own(micro_batch.backward.before)
         if after is None or before is None:
@@ -145,22 +145,22 @@ class Story:
     """One rank's trace in windows, by optimizer; `leftover` windows never came to a step."""
 
     trace: Trace
-    windows: dict[int, list[Window]]
-    leftover: dict[int, Window]
+    windows: dict[int, list[WatchedWindow]]
+    leftover: dict[int, WatchedWindow]
 
     def usual_length(self, optimizer: int) -> int:
         """Return how many micro-batches most windows of an optimizer have, the longest among equals."""
         lengths = [window.length for window in self.windows[optimizer] if window.micro_batches]
         return max(statistics.multimode(lengths), default=0) if lengths else 0
 
-    def optimizer_name(self, window: Window) -> str:
+    def optimizer_name(self, window: WatchedWindow) -> str:
         """Return the class name of a window's optimizer."""
         return self.trace.optimizers[window.optimizer].name
 
 
 def read(trace: Trace) -> Story:
     """Return the windows of every optimizer that made a step, or tried to."""
-    active = dict.fromkeys(event.optimizer for event in trace.of(Step))
+    active = dict.fromkeys(event.optimizer for event in trace.of(OptimizerStep))
     active.update(dict.fromkeys(event.optimizer for event in trace.of(Scaler) if event.call != "update"))
     readers = {number: Reader(trace, number) for number in active if number in trace.optimizers}
     for reader in readers.values():
@@ -182,17 +182,17 @@ class Reader:
         self.trace = trace
         self.optimizer = optimizer
         self.own = trace.optimizers[optimizer].parameters
-        self.closed: list[Window] = []
+        self.closed: list[WatchedWindow] = []
         self.forwards: list[Forward] = []
         self.cleared: list[Event] = []
-        self.held: list[tuple[MicroBatch, frozenset[int]]] = []
+        self.held: list[tuple[WatchedMicroBatch, frozenset[int]]] = []
         self.used: set[int] = set()
         self.window = self.fresh()
 
-    def fresh(self) -> Window:
+    def fresh(self) -> WatchedWindow:
         """Return an empty window with the next number."""
         numbers = sorted(self.own & self.trace.sampled.keys())
-        return Window(self.optimizer, len(self.closed), self.own, {n: self.trace.sampled[n] for n in numbers})
+        return WatchedWindow(self.optimizer, len(self.closed), self.own, {n: self.trace.sampled[n] for n in numbers})
 
     def run(self) -> None:
         """Read every event."""
@@ -210,7 +210,7 @@ class Reader:
 
     def on_backward(self, event: Backward) -> None:
         """Add a micro-batch, after noticing whether the earlier ones are still there."""
-        micro_batch = MicroBatch(event, self.came_from(event) or self.forwards)
+        micro_batch = WatchedMicroBatch(event, self.came_from(event) or self.forwards)
         self.forwards = []
         reached = event.touched & self.own
         if reached or waits_unsharded(micro_batch):
@@ -233,8 +233,8 @@ class Reader:
 
     def notice_cleared(self, pending: frozenset[int], now: Event) -> None:
         """Take out of account what is no longer in any gradient, and note what no step had used."""
-        kept: list[tuple[MicroBatch, frozenset[int]]] = []
-        lost: list[MicroBatch] = []
+        kept: list[tuple[WatchedMicroBatch, frozenset[int]]] = []
+        lost: list[WatchedMicroBatch] = []
         for micro_batch, numbers in self.held:
             left = numbers & pending
             if left or not numbers:
@@ -246,7 +246,7 @@ class Reader:
         if lost:
             self.window.cleared += self.cleared[-1:] or [now]
 
-    def served(self, micro_batch: MicroBatch, now: Event) -> bool:
+    def served(self, micro_batch: WatchedMicroBatch, now: Event) -> bool:
         """Tell whether the gradient of a micro-batch served something before it was cleared.
 
         A step of any optimizer, a change of the weights by other means (sharpness-aware steps), or a closure that an
@@ -257,18 +257,20 @@ class Reader:
             return True
         return self.stepped_with(micro_batch, getattr(now, "began", now.order)) or self.same_closure(micro_batch, now)
 
-    def stepped_with(self, micro_batch: MicroBatch, until: int) -> bool:
+    def stepped_with(self, micro_batch: WatchedMicroBatch, until: int) -> bool:
         """Tell whether an optimizer of any parameter that a micro-batch reached has stepped before an event."""
         between = self.trace.events[micro_batch.backward.order + 1 : until]
         reached = micro_batch.backward.touched
-        return any(isinstance(e, Step) and self.trace.optimizers[e.optimizer].parameters & reached for e in between)
+        return any(
+            isinstance(e, OptimizerStep) and self.trace.optimizers[e.optimizer].parameters & reached for e in between
+        )
 
-    def same_closure(self, micro_batch: MicroBatch, now: Event) -> bool:
+    def same_closure(self, micro_batch: WatchedMicroBatch, now: Event) -> bool:
         """Tell whether both ran inside one and the same step, which may call its closure often."""
-        steps = self.trace.of(Step)
+        steps = self.trace.of(OptimizerStep)
         return any(step.began <= micro_batch.backward.began and now.order <= step.order for step in steps)
 
-    def on_step(self, event: Step) -> None:
+    def on_step(self, event: OptimizerStep) -> None:
         """Close the window, if it is this optimizer's step."""
         if event.optimizer == self.optimizer:
             if not event.in_backward:
@@ -321,7 +323,7 @@ class Reader:
         self.window.events.append(event)
 
 
-def waits_unsharded(micro_batch: MicroBatch) -> bool:
+def waits_unsharded(micro_batch: WatchedMicroBatch) -> bool:
     """Tell whether FSDP keeps a backward's gradient to itself until it reduces: nothing shows in ``.grad``."""
     return not micro_batch.backward.touched and any(
         forward.wrapper == "fsdp" and forward.grad for forward in micro_batch.forwards

@@ -55,23 +55,23 @@ def proven(trial: Trial, batch: Any, micro_batches: Sequence[MicroBatch], splits
         return 'not verified: verify="never"'
     if len(micro_batches) < 2 and not splits:
         return "not verified: one micro-batch, in which nothing is cut"
-    if any(is_lazy(parameter) for parameter in trial.survey.parameters):
+    if any(is_lazy(parameter) for parameter in trial.model_info.parameters):
         # what a forward with fixed draws initialises would stay so: rows of equal weights, which never part
         return "not verified: parameters are made by the first forward, so the next window is tried"
-    known = PROVEN.setdefault(trial.survey.model, {})
-    key = identity_of(trial.functions, trial.options, batch), state_of(trial.survey)
+    known = PROVEN.setdefault(trial.model_info.model, {})
+    key = identity_of(trial.functions, trial.options, batch), state_of(trial.model_info)
     if when == "first" and key in known:
         return known[key]
     try:
         known[key] = _shown(trial, batch, micro_batches)
     except NotTried as reason:
         known[key] = f"not verified: {reason}"
-        logger.warning("%s is %s", type(trial.survey.model).__name__, known[key])
+        logger.warning("%s is %s", type(trial.model_info.model).__name__, known[key])
     return known[key]
 
 
 def _shown(trial: Trial, batch: Any, micro_batches: Sequence[MicroBatch]) -> str:
-    if trial.ranks.lockstep or trial.ranks.meets:
+    if trial.ranks.per_micro_batch or trial.ranks.meets:
         raise NotTried("every forward is a collective here, in which all ranks have to take part")
     try:
         samples = list(samples_of(batch, micro_batches, trial.options))

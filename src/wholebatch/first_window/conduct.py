@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from wholebatch.errors import LossError
-from wholebatch.model.inspection import Survey
+from wholebatch.model.inspection import ModelInfo
 
 THOROUGH = 2
 """In how many micro-batches every parameter is looked at: what clears gradients shows in the second."""
@@ -69,7 +69,7 @@ class _Look(NamedTuple):
     grad_version: int
 
 
-class Watched:
+class WatchedLoss:
     """Calls a loss function and looks whether it has left gradients and parameters alone.
 
     A window's gradients lie in ``.grad`` while it runs, so a loss function that clears them loses what earlier
@@ -115,7 +115,9 @@ class Watched:
         return [(p, p.grad) for p in self._parameters.values()] if self._calls <= THOROUGH else []
 
 
-def refuse_silence(loss_fn: Callable[[Any, Any], Any], survey: Survey, run_again: Callable[[], Any] | None) -> None:
+def refuse_silence(
+    loss_fn: Callable[[Any, Any], Any], model_info: ModelInfo, run_again: Callable[[], Any] | None
+) -> None:
     """Raise if a loss function that returned None for every micro-batch has forgotten to return its loss.
 
     One that returns a loss in one place and None in another has chosen so: there was nothing to learn from.
@@ -133,7 +135,7 @@ def refuse_silence(loss_fn: Callable[[Any, Any], Any], survey: Survey, run_again
     if run_again is None:
         forgot = code is not None and not says_something and _names_first_argument(code)
     else:
-        forgot = _runs(survey.model, run_again)
+        forgot = _runs(model_info.model, run_again)
     if forgot:
         raise LossError(
             "loss_fn returned None for every micro-batch although it ran the model: it lacks a return. Return the "

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from wholebatch.batch.window import Window
-from wholebatch.model.inspection import Survey
+from wholebatch.model.inspection import ModelInfo
 from wholebatch.options import Options
 
 DEPTH = 3
@@ -64,13 +64,13 @@ def looks_of(batch: Any, samples: bool = False) -> Any:
     return type(batch)
 
 
-def state_of(survey: Survey) -> Hashable:
+def state_of(model_info: ModelInfo) -> Hashable:
     """Describe a model by its switches, those of its layers, and how many of its parameters learn."""
-    modules = (*survey.modules, *survey.outside)
+    modules = (*model_info.modules, *model_info.outside)
     wrappers = {kind for kind in set(map(type, modules)) if kind.__module__.startswith(WRAPPERS)}
     own = [module for module in modules if type(module) not in wrappers]
     switches = tuple(value for module in own for value in vars(module).values() if value is True or value is False)
-    return switches, sum(parameter.requires_grad for parameter in survey.parameters)
+    return switches, sum(parameter.requires_grad for parameter in model_info.parameters)
 
 
 def leaves_out(tensor: Tensor) -> bool:

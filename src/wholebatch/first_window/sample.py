@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from wholebatch.batch.tree import Nest, join
+from wholebatch.batch.tree import BatchTree, join
 from wholebatch.batch.window import MicroBatch, Window
 from wholebatch.errors import SplitError
 from wholebatch.first_window.identity import leaves_out
@@ -26,7 +26,7 @@ Cut = Callable[[Sequence[int]], Any]
 
 
 @dataclass(frozen=True)
-class Sample:
+class TriedRows:
     """Rows to be run whole and in parts.
 
     Attributes:
@@ -44,33 +44,33 @@ class Sample:
     parts: tuple[Sequence[int], Sequence[int]]
     layout: str
     through: Sequence[int] = ()
-    further: tuple[Sample, ...] = ()
-    beside: Sample | None = None
+    further: tuple[TriedRows, ...] = ()
+    beside: TriedRows | None = None
 
     @property
     def sizes(self) -> str:
         """How many rows the parts have, in words."""
         return " + ".join(str(len(part)) for part in self.parts)
 
-    def smaller(self) -> Sample | None:
+    def smaller(self) -> TriedRows | None:
         """Half of the rows, for when memory does not suffice; None if that leaves one."""
         half = self.whole[: len(self.whole) // 2]
         return None if len(half) < 2 else split(self.cut, half, self.layout)
 
-    def against(self) -> Sample | None:
+    def against(self) -> TriedRows | None:
         """The same rows cut through what belongs together, which has to matter if it is the reason; None if nothing."""
         rest = [row for row in self.whole if row not in set(self.through)]
-        return Sample(self.cut, self.whole, (self.through, rest), self.layout) if self.through else None
+        return TriedRows(self.cut, self.whole, (self.through, rest), self.layout) if self.through else None
 
-    def even(self) -> Sample | None:
+    def even(self) -> TriedRows | None:
         """The same rows in halves, for functions that can't take one row alone; None if a half would be one."""
         middle = len(self.whole) // 2
         if middle < 2 or len(self.parts[0]) == middle:
             return None
-        return Sample(self.cut, self.whole, (self.whole[:middle], self.whole[middle:]), self.layout)
+        return TriedRows(self.cut, self.whole, (self.whole[:middle], self.whole[middle:]), self.layout)
 
 
-def samples_of(batch: Any, micro_batches: Sequence[MicroBatch], options: Options) -> Iterator[Sample]:
+def samples_of(batch: Any, micro_batches: Sequence[MicroBatch], options: Options) -> Iterator[TriedRows]:
     """Yield what can be tried of a window, the best first; nothing if no micro-batch has two rows to tell apart."""
     names = options.get("whole", ())
     several = [micro_batch for micro_batch in micro_batches if micro_batch.rows > 1]
@@ -85,7 +85,9 @@ def samples_of(batch: Any, micro_batches: Sequence[MicroBatch], options: Options
         yield from _joined_ready(batch, names)
 
 
-def others_of(sample: Sample, batch: Any, micro_batches: Sequence[MicroBatch], options: Options) -> Iterator[Sample]:
+def others_of(
+    sample: TriedRows, batch: Any, micro_batches: Sequence[MicroBatch], options: Options
+) -> Iterator[TriedRows]:
     """Yield other ways to cut in which rows that belong together stay so, where the window itself keeps them so."""
     names = options.get("whole", ())
     if isinstance(batch, Window):
@@ -94,24 +96,24 @@ def others_of(sample: Sample, batch: Any, micro_batches: Sequence[MicroBatch], o
         yield from _joined(micro_batches)
 
 
-def split(cut: Cut, rows: Sequence[int], layout: str, marks: Sequence[float] = ()) -> Sample:
+def split(cut: Cut, rows: Sequence[int], layout: str, marks: Sequence[float] = ()) -> TriedRows:
     """Cut rows in two uneven parts, so that parts which count differently are apart as far as possible."""
     few = _few(len(rows))
     at = max(few, len(rows) - few, key=lambda at: _apart(marks, at)) if marks else few  # the first of equals
-    return Sample(cut, rows, (rows[:at], rows[at:]), layout)
+    return TriedRows(cut, rows, (rows[:at], rows[at:]), layout)
 
 
-def _mixed(cut: Cut, lengths: Sequence[int], limit: int) -> Iterator[Sample]:
+def _mixed(cut: Cut, lengths: Sequence[int], limit: int) -> Iterator[TriedRows]:
     """The longest row, the shortest and its neighbour, if they fit, in order of length: parts padded differently."""
     order = sorted(range(len(lengths)), key=lambda row: -lengths[row])
     longest, shortest = order[0], order[-1]
     near = shortest + 1 if shortest + 1 < len(lengths) else shortest - 1
     rows = list(dict.fromkeys([longest, near, shortest]))
     if len(rows) > 1 and len(rows) * lengths[longest] <= limit:
-        yield Sample(cut, rows, (rows[:-1], rows[-1:]), "rows of different length")
+        yield TriedRows(cut, rows, (rows[:-1], rows[-1:]), "rows of different length")
 
 
-def _spread(micro_batches: Sequence[MicroBatch], names: Sequence[str], samples: bool) -> Iterator[Sample]:
+def _spread(micro_batches: Sequence[MicroBatch], names: Sequence[str], samples: bool) -> Iterator[TriedRows]:
     """As many rows as a micro-batch has, from all over the batch and as different as they come."""
     first = micro_batches[0]
     if len(micro_batches) < 2 or any(micro_batch.cut != first.cut for micro_batch in micro_batches):
@@ -125,14 +127,14 @@ def _spread(micro_batches: Sequence[MicroBatch], names: Sequence[str], samples: 
     yield replace(spread, beside=_beside(first, rows))
 
 
-def _beside(first: MicroBatch, rows: Sequence[int]) -> Sample | None:
+def _beside(first: MicroBatch, rows: Sequence[int]) -> TriedRows | None:
     """Three rows in a row, the middle one apart from both others, or two; None where a micro-batch has one."""
     start = max(len(rows) // 2 - 1, 0)
     few = rows[start : start + min(first.rows, 3)]
-    return Sample(first.cut, few, (few[1:2], [*few[:1], *few[2:]]), "rows side by side") if len(few) > 1 else None
+    return TriedRows(first.cut, few, (few[1:2], [*few[:1], *few[2:]]), "rows side by side") if len(few) > 1 else None
 
 
-def _joined(micro_batches: Sequence[MicroBatch]) -> Iterator[Sample]:
+def _joined(micro_batches: Sequence[MicroBatch]) -> Iterator[TriedRows]:
     """Two micro-batches as one, if they were cut from the same batch, as they are, and of more than single rows."""
     places = sorted({round(i * (len(micro_batches) - 1) / (SOME - 1)) for i in range(SOME)})
     pairs = list(combinations([micro_batches[place] for place in places], 2))
@@ -142,21 +144,21 @@ def _joined(micro_batches: Sequence[MicroBatch]) -> Iterator[Sample]:
     for one, two in [pairs[0], *adjacent, *pairs[1 :: max(1, len(pairs) // SOME)]]:
         if one.cut == two.cut and one.index != two.index and min(one.rows, two.rows) > 1:
             rows, parts = [*one.index, *two.index], (list(one.index), list(two.index))
-            made.append(Sample(one.cut, rows, parts, "two micro-batches", _half_of_each(*parts)))
+            made.append(TriedRows(one.cut, rows, parts, "two micro-batches", _half_of_each(*parts)))
     if made:
         yield replace(made[0], further=tuple(made[1:]))
 
 
-def _joined_ready(window: Window, names: Sequence[str]) -> Iterator[Sample]:
+def _joined_ready(window: Window, names: Sequence[str]) -> Iterator[TriedRows]:
     """Two micro-batches of a loader as one, where their shapes allow it."""
     for one, two in pairwise(window[:2]):
         try:
-            nest = Nest(join([one, two], names), names)
-            first, rows = Nest(one, names).count_rows(), nest.count_rows()
+            tree = BatchTree(join([one, two], names), names)
+            first, rows = BatchTree(one, names).count_rows(), tree.count_rows()
         except (SplitError, RuntimeError, ValueError, TypeError):  # padded to different lengths, or of no known kind
             return
         parts = (range(first), range(first, rows))
-        yield Sample(nest.take, range(rows), parts, "two micro-batches", _half_of_each(*parts))
+        yield TriedRows(tree.take, range(rows), parts, "two micro-batches", _half_of_each(*parts))
 
 
 def _half_of_each(one: Sequence[int], two: Sequence[int]) -> list[int]:
@@ -164,7 +166,7 @@ def _half_of_each(one: Sequence[int], two: Sequence[int]) -> list[int]:
     return [*one[: len(one) // 2], *two[: len(two) // 2]] if min(len(one), len(two)) > 1 else []
 
 
-def _ready_made_otherwise(window: Window, sample: Sample, names: Sequence[str]) -> Iterator[Sample]:
+def _ready_made_otherwise(window: Window, sample: TriedRows, names: Sequence[str]) -> Iterator[TriedRows]:
     """Rows as loaders lay them: pairs in two halves, or rows on the second dimension."""
     rows = len(sample.whole)
     if sample.layout == "rows":
@@ -175,23 +177,23 @@ def _ready_made_otherwise(window: Window, sample: Sample, names: Sequence[str]) 
         first = [*range(few), *range(half, half + few)]
         rest = [row for row in range(rows) if row not in first]
         broken = [*range(few), *range(half + few, half + 2 * few)]
-        yield Sample(sample.cut, sample.whole, (first, rest), "pairs in halves", broken)
+        yield TriedRows(sample.cut, sample.whole, (first, rest), "pairs in halves", broken)
     across = _across(window[0], names) if sample.layout == "rows" else None
     if across is not None:
         yield across
 
 
-def _across(micro_batch: Any, names: Sequence[str]) -> Sample | None:
+def _across(micro_batch: Any, names: Sequence[str]) -> TriedRows | None:
     """Cut along the second dimension: rows behind time."""
-    nest = Nest(micro_batch, names)
-    deep = [leaf.value for leaf in nest.leaves if isinstance(leaf.value, Tensor) and leaf.value.dim() > 1]
+    tree = BatchTree(micro_batch, names)
+    deep = [leaf.value for leaf in tree.leaves if isinstance(leaf.value, Tensor) and leaf.value.dim() > 1]
     widths = {tensor.shape[1] for tensor in deep}
     if len(widths) != 1 or min(widths) < 2:
         return None
 
     def cut(rows: Sequence[int]) -> Any:
         chosen = torch.tensor(list(rows))
-        return nest.map(lambda leaf: _columns(leaf.value, chosen))
+        return tree.map(lambda leaf: _columns(leaf.value, chosen))
 
     return split(cut, range(widths.pop()), "rows on the second dimension")
 
@@ -201,13 +203,13 @@ def _columns(value: Any, chosen: Tensor) -> Any:
     return value.index_select(1, chosen.to(value.device)) if deep else value
 
 
-def _counted(micro_batch: Any, names: Sequence[str]) -> Nest | None:
+def _counted(micro_batch: Any, names: Sequence[str]) -> BatchTree | None:
     try:
-        nest = Nest(micro_batch, names)
-        nest.count_rows()
+        tree = BatchTree(micro_batch, names)
+        tree.count_rows()
     except SplitError:
         return None
-    return nest
+    return tree
 
 
 def _by_difference(micro_batches: Sequence[MicroBatch], names: Sequence[str]) -> list[MicroBatch]:
@@ -224,12 +226,12 @@ def _by_difference(micro_batches: Sequence[MicroBatch], names: Sequence[str]) ->
 
 def _marks(micro_batch: Any, names: Sequence[str]) -> list[float]:
     """Count for each row the integers of zero and below, and zeros of masks: what is left out, and labels ignored."""
-    nest = _counted(micro_batch, names)
-    if nest is None:
+    tree = _counted(micro_batch, names)
+    if tree is None:
         return []
-    rows = nest.count_rows()
+    rows = tree.count_rows()
     marks = torch.zeros(rows)
-    for leaf in nest.leaves:
+    for leaf in tree.leaves:
         value = leaf.value
         if isinstance(value, Tensor) and leaf.rows == rows and (_is_plain_integer(value) or leaves_out(value)):
             marks += (value <= 0).reshape(rows, -1).sum(1)

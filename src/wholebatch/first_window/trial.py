@@ -14,21 +14,21 @@ import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
 
-from wholebatch.batch.tree import Nest, move, rows_of
+from wholebatch.batch.tree import BatchTree, move, rows_of
 from wholebatch.errors import SplitError
-from wholebatch.first_window.conduct import Watched
+from wholebatch.first_window.conduct import WatchedLoss
 from wholebatch.first_window.draws import FixedDraws, NormWatch, uncompiled
 from wholebatch.first_window.kinks import Kink, KinkWatch
-from wholebatch.first_window.sample import Sample
+from wholebatch.first_window.sample import TriedRows
 from wholebatch.loss.denominators import Known, counted_divisors
-from wholebatch.loss.seeds import Shares, weighted
+from wholebatch.loss.seeds import BackwardSeeds, weighted
 from wholebatch.loss.shapes import Shapes
-from wholebatch.loss.terms import Answer, read
-from wholebatch.loss.totals import KNOWN, Sums, Tally
+from wholebatch.loss.terms import ParsedLoss, read
+from wholebatch.loss.totals import KNOWN, LossAccumulator, LossTotals
 from wholebatch.model.comparison import ON_DEVICES, rounding_of
 from wholebatch.model.gradient_hooks import hooks_that_read
-from wholebatch.model.gradients import Gradients, all_or_nothing, foreign_leaves, total_norm
-from wholebatch.model.inspection import Survey
+from wholebatch.model.gradients import GradientAccumulator, all_or_nothing, external_parameters, total_norm
+from wholebatch.model.inspection import ModelInfo
 from wholebatch.model.memory import offloaded
 from wholebatch.model.snapshot import Moved, Snapshot
 from wholebatch.model.state import State
@@ -37,7 +37,7 @@ from wholebatch.ranks.agreement import Ranks
 
 
 @dataclass
-class Outcome:
+class TrialOutcome:
     """What lies between rows run whole and the same rows in parts.
 
     Attributes:
@@ -58,8 +58,8 @@ class Outcome:
 
     gradient: float = 0.0
     loss: float = 0.0
-    whole: Sums = field(default_factory=Sums)
-    parts: Sums = field(default_factory=Sums)
+    whole: LossTotals = field(default_factory=LossTotals)
+    parts: LossTotals = field(default_factory=LossTotals)
     scale: float = 0.0
     tolerance: float = 0.0
     seen: set[str] = field(default_factory=set)
@@ -113,7 +113,7 @@ class Trial:
     large as those of the whole, to which powers of two make no difference unless something acts on their size.
 
     Args:
-        survey: of the model.
+        model_info: of the model.
         loss_fn: called as in the window.
         ranks: whose forwards stay local.
         scaler: whose scale gradients have.
@@ -125,7 +125,7 @@ class Trial:
 
     def __init__(
         self,
-        survey: Survey,
+        model_info: ModelInfo,
         loss_fn: Callable[[Any, Any], Any],
         ranks: Ranks,
         scaler: GradScaler | None,
@@ -134,19 +134,25 @@ class Trial:
         functions: Sequence[Callable[..., Any]] = (),
         micro_batches: int = 1,
     ) -> None:
-        self.survey, self.loss_fn, self.ranks, self.scaler, self.options = survey, loss_fn, ranks, scaler, options
+        self.model_info, self.loss_fn, self.ranks, self.scaler, self.options = (
+            model_info,
+            loss_fn,
+            ranks,
+            scaler,
+            options,
+        )
         self.functions = tuple(functions) or (loss_fn,)
         self._portion = 2.0 ** (1 - max(micro_batches, 1).bit_length())
         self._learning = learning
-        self._gradients = Gradients()
-        self._watched, self._outcome, self._kinks = Watched(loss_fn, {}), Outcome(), KinkWatch()
+        self._gradients = GradientAccumulator()
+        self._watched, self._outcome, self._kinks = WatchedLoss(loss_fn, {}), TrialOutcome(), KinkWatch()
 
     @functools.cached_property
     def _start(self) -> Snapshot:
         """What everything was before the first run."""
-        return Snapshot(self.survey, *self.functions, *hooks_that_read(self.survey, self._learning))
+        return Snapshot(self.model_info, *self.functions, *hooks_that_read(self.model_info, self._learning))
 
-    def run(self, sample: Sample, alike: bool = False, even: bool = False) -> Outcome:
+    def run(self, sample: TriedRows, alike: bool = False, even: bool = False) -> TrialOutcome:
         """Run rows whole and take their parts away.
 
         Args:
@@ -157,7 +163,7 @@ class Trial:
         whole, parts = [sample.cut(sample.whole)], (sample.cut(part) for part in sample.parts)
         return self.compare(whole, parts, alike, even=even)
 
-    def repeat(self, sample: Sample, carry: bool = False) -> Outcome:
+    def repeat(self, sample: TriedRows, carry: bool = False) -> TrialOutcome:
         """Run rows whole and take the same away again: what then remains is not due to a cut.
 
         Args:
@@ -174,14 +180,20 @@ class Trial:
         alike: bool = False,
         carry: bool = False,
         even: bool = True,
-    ) -> Outcome:
+    ) -> TrialOutcome:
         """Hold the gradient, loss and items of some micro-batches against those of others."""
         return all_or_nothing(lambda gradients: self._compare(gradients, whole, parts, alike, carry, even))
 
     def _compare(
-        self, gradients: Gradients, whole: Sequence[Any], parts: Iterator[Any], alike: bool, carry: bool, even: bool
-    ) -> Outcome:
-        outcome, start, self._gradients = Outcome(), self._start, gradients
+        self,
+        gradients: GradientAccumulator,
+        whole: Sequence[Any],
+        parts: Iterator[Any],
+        alike: bool,
+        carry: bool,
+        even: bool,
+    ) -> TrialOutcome:
+        outcome, start, self._gradients = TrialOutcome(), self._start, gradients
         self._outcome = outcome
         try:
             with self._held_still(alike, outcome) as draws:
@@ -204,13 +216,13 @@ class Trial:
         return outcome
 
     @contextmanager
-    def _held_still(self, alike: bool, outcome: Outcome) -> Iterator[FixedDraws]:
+    def _held_still(self, alike: bool, outcome: TrialOutcome) -> Iterator[FixedDraws]:
         """Set gradients aside, fix the draws, and let BatchNorm use its running statistics."""
         draws, watch = FixedDraws(alike), NormWatch(hold=True)
         with ExitStack() as stack:
             if "torch._dynamo" in sys.modules:  # else nothing is compiled, and importing it takes seconds
                 stack.enter_context(uncompiled())
-            self._watched = Watched(self.loss_fn, self._gradients.parameters)
+            self._watched = WatchedLoss(self.loss_fn, self._gradients.parameters)
             stack.callback(self._gradients.take_back)
             self._gradients.begin(self._learning, views=self.ranks.views)
             stack.enter_context(watch)
@@ -218,11 +230,13 @@ class Trial:
             yield draws
         outcome.seen, outcome.batch_norms = draws.seen, [place for place, _ in watch.seen]
 
-    def _side(self, micro_batches: Sequence[Any] | Iterator[Any], factor: float, whole: Sums | None) -> Sums:
+    def _side(
+        self, micro_batches: Sequence[Any] | Iterator[Any], factor: float, whole: LossTotals | None
+    ) -> LossTotals:
         """Add a multiple of the gradient of some micro-batches, divided by the items of the whole."""
-        tally, shares = Tally(), Shares(self.scaler, 1, drops_empty=False)
+        tally, shares = LossAccumulator(), BackwardSeeds(self.scaler, 1, drops_empty=False)
         # Whoever has chosen a batch_norm= has buffers moved once a batch, or follow each micro-batch on purpose.
-        buffers = None if self.options.get("batch_norm") is None else State(self.survey)
+        buffers = None if self.options.get("batch_norm") is None else State(self.model_info)
         for micro_batch in micro_batches:
             if buffers is not None:
                 buffers.restore_buffers()
@@ -237,25 +251,25 @@ class Trial:
             self._outcome.provisional = self._counts_late(answer)
             of = functools.partial(counted_divisors, tally.sums() if whole is None else whole)
             outputs, seeds = shares.of(answer, Known(of, of, "The proof"))
-            self._gradients.include(foreign_leaves(outputs, self.survey))
+            self._gradients.include(external_parameters(outputs, self.model_info))
             if outputs:
                 torch.autograd.backward(outputs, [None if seed is None else seed * factor for seed in seeds])
         tally.flags.settle()
         return tally.sums()
 
-    def _counts_late(self, answer: Answer) -> bool:
+    def _counts_late(self, answer: ParsedLoss) -> bool:
         """Tell whether the window will know what it divides by only at its end."""
-        if self.options.get("items") is not None or hooks_that_read(self.survey, self._learning):
+        if self.options.get("items") is not None or hooks_that_read(self.model_info, self._learning):
             return False
         terms = answer.terms.values()
         return len({term.group for term in terms}) == 1 and any(term.kind not in KNOWN for term in terms)
 
     def _returned(self, micro_batch: Any) -> Any:
         """Call the loss function with a micro-batch of its own, which it may change."""
-        copied = Nest(micro_batch).map(lambda leaf: _copied(leaf.value))
+        copied = BatchTree(micro_batch).map(lambda leaf: _copied(leaf.value))
         self._kinks.take([])  # of a call that has failed
-        with self.ranks.local(), offloaded(self.survey.model, self.options.get("offload", False)), self._kinks:
-            return self._watched(self.survey.model, move(copied, self.survey.device))
+        with self.ranks.local(), offloaded(self.model_info.model, self.options.get("offload", False)), self._kinks:
+            return self._watched(self.model_info.model, move(copied, self.model_info.device))
 
     def _norm(self) -> float:
         """Measure the gradients of all that lasts; what a loss function has made for itself is another each time."""
@@ -273,7 +287,7 @@ class Trial:
         return rounding_of(torch.float64 if floats == {torch.float64} else torch.float32).parts
 
 
-def _apart(whole: Sums, parts: Sums) -> float:
+def _apart(whole: LossTotals, parts: LossTotals) -> float:
     """How far the losses lie apart, over the size of their terms."""
     size, apart = 0.0, 0.0
     for key, kind in whole.schema.terms:

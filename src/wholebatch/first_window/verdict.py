@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-from wholebatch.batch.tree import Nest
+from wholebatch.batch.tree import BatchTree
 from wholebatch.batch.window import MicroBatch, Window
 from wholebatch.errors import InexactError, LossError, SplitError, WholeBatchError
 from wholebatch.first_window import reasons
 from wholebatch.first_window.kinks import bent_over_rows
-from wholebatch.first_window.sample import Sample, others_of
-from wholebatch.first_window.trial import Outcome, Trial
+from wholebatch.first_window.sample import TriedRows, others_of
+from wholebatch.first_window.trial import Trial, TrialOutcome
 from wholebatch.first_window.watch import alone, handed_on
 from wholebatch.model.memory import is_out_of_memory, release
 
@@ -51,7 +51,7 @@ class Judge:
     def __init__(self, trial: Trial, batch: Any, micro_batches: Sequence[MicroBatch]) -> None:
         self.trial, self.batch, self.micro_batches, self.options = trial, batch, micro_batches, trial.options
 
-    def judge(self, samples: Sequence[Sample]) -> str:
+    def judge(self, samples: Sequence[TriedRows]) -> str:
         """Say what was shown.
 
         Raises:
@@ -73,9 +73,9 @@ class Judge:
                 reason = str(error)
         raise NotTried(reason)
 
-    def _tried(self, sample: Sample) -> tuple[Sample, Outcome]:
+    def _tried(self, sample: TriedRows) -> tuple[TriedRows, TrialOutcome]:
         """Run a sample, or one like it that can be run: fewer rows, halves, or rows that belong together kept so."""
-        attempt: Sample | None = sample
+        attempt: TriedRows | None = sample
         reason = ""
         while attempt is not None:
             memory = False
@@ -97,7 +97,7 @@ class Judge:
                 return other, found
         raise NotTried(f"{len(sample.whole)} rows could not be run as {sample.sizes} ({reason:.200})")
 
-    def _verdict(self, sample: Sample, outcome: Outcome) -> str:
+    def _verdict(self, sample: TriedRows, outcome: TrialOutcome) -> str:
         if outcome.adds_up:
             return self._shown(sample, outcome)
         if outcome.seen:  # their last dimension may be that of the rows
@@ -115,7 +115,7 @@ class Judge:
         outcome.shapes.check()
         raise InexactError(self._cause(sample, outcome))
 
-    def _shown(self, sample: Sample, outcome: Outcome) -> str:
+    def _shown(self, sample: TriedRows, outcome: TrialOutcome) -> str:
         """Say what adds up, and what that does not show of later windows.
 
         Raises:
@@ -137,7 +137,7 @@ class Judge:
             else ""
         )
 
-    def _try_beside(self, sample: Sample | None) -> None:
+    def _try_beside(self, sample: TriedRows | None) -> None:
         """Try rows that lie side by side; what can't be shown of these few takes nothing from what has been shown.
 
         Raises:
@@ -149,7 +149,7 @@ class Judge:
         with suppress(NotTried):
             self._verdict(sample, outcome)
 
-    def _explains(self, sample: Sample) -> bool:
+    def _explains(self, sample: TriedRows) -> bool:
         """Tell whether a layout is the reason: cut through it, rows must not add up; further rows laid so must.
 
         Else they add up by chance: rows are alike, such as in the number of their labels, or signs agree.
@@ -161,19 +161,19 @@ class Judge:
         further = [self._safely(each) for each in sample.further]
         return all(found is None or found.adds_up for found in further)
 
-    def _safely(self, sample: Sample, alike: bool = False, even: bool = False) -> Outcome | None:
+    def _safely(self, sample: TriedRows, alike: bool = False, even: bool = False) -> TrialOutcome | None:
         """Run a further trial; None if it can't be run."""
         try:
             return self.trial.run(sample, alike=alike, even=even)
         except (*USER_ERRORS, MemoryError):
             return None
 
-    def _refuse_unserved_batch_norm(self, outcome: Outcome) -> None:
+    def _refuse_unserved_batch_norm(self, outcome: TrialOutcome) -> None:
         """Raise if a BatchNorm ran on the rows' statistics that nobody has chosen a way for."""
         if outcome.batch_norms and self.options.get("batch_norm") is None:  # every way of ours refuses for itself
             raise InexactError(alone(outcome.batch_norms[0], len(self.micro_batches)))
 
-    def _refuse_unsteady(self, sample: Sample, outcome: Outcome) -> None:
+    def _refuse_unsteady(self, sample: TriedRows, outcome: TrialOutcome) -> None:
         """Stop where the same rows, asked twice, say two things: then parts cannot be told from the whole.
 
         Raises:
@@ -198,7 +198,7 @@ class Judge:
         """Whether the micro-batches came as they are, so that only the proof cuts them."""
         return isinstance(self.batch, Window) and not any(micro_batch.is_cut for micro_batch in self.micro_batches)
 
-    def _leave_ready_made_alone(self, sample: Sample, outcome: Outcome) -> None:
+    def _leave_ready_made_alone(self, sample: TriedRows, outcome: TrialOutcome) -> None:
         """Stop where only the proof cuts: a micro-batch may be one document, one cloud of points, one chunk of time.
 
         Raises:
@@ -217,14 +217,14 @@ class Judge:
                 "says whether they are rows"
             )
 
-    def _ready_made_alone(self, sample: Sample) -> bool:
+    def _ready_made_alone(self, sample: TriedRows) -> bool:
         """Whether nothing says that what only the proof cuts has rows, as a second tensor of as many, their labels."""
         if not self._ready_made:
             return False
-        shared = [leaf for leaf in Nest(sample.cut(sample.whole)).leaves if leaf.rows == len(sample.whole)]
+        shared = [leaf for leaf in BatchTree(sample.cut(sample.whole)).leaves if leaf.rows == len(sample.whole)]
         return len(shared) < 2 or max(len(leaf.shape) for leaf in shared) < 2
 
-    def _is_rounding(self, sample: Sample, outcome: Outcome) -> bool:
+    def _is_rounding(self, sample: TriedRows, outcome: TrialOutcome) -> bool:
         """Tell whether the order of the rows alone makes about as much difference."""
         if outcome.miscounted is not None or max(outcome.gradient, outcome.loss) > COARSE:
             return False
@@ -232,7 +232,7 @@ class Judge:
         turned = self.trial.compare([sample.cut(sample.whole)], iter([sample.cut(backwards)]))
         return outcome.gradient <= NOISE * turned.gradient and outcome.loss <= max(NOISE * turned.loss, 1e-6)
 
-    def _cause(self, sample: Sample, outcome: Outcome) -> str:
+    def _cause(self, sample: TriedRows, outcome: TrialOutcome) -> str:
         """Say why parts do not add up, counts first, then padding, state, hooks, and rows that meet."""
         causes = self._miscounted, self._repeated, self._padded, self._moved, self._bent, self._gradient_only, self._met
         for cause in causes:
@@ -241,7 +241,7 @@ class Judge:
                 return said + self._own_cut()
         return ""
 
-    def _miscounted(self, sample: Sample, outcome: Outcome) -> str:
+    def _miscounted(self, sample: TriedRows, outcome: TrialOutcome) -> str:
         found = outcome.miscounted
         if found is None:
             return ""
@@ -251,7 +251,7 @@ class Judge:
             f"state {parts:g}. {reasons.ITEMS}"
         )
 
-    def _repeated(self, sample: Sample, outcome: Outcome) -> str:
+    def _repeated(self, sample: TriedRows, outcome: TrialOutcome) -> str:
         """Find a sum that is the same in each part as in the whole."""
         for key, kind in outcome.whole.schema.terms:
             whole, parts = (float(sums.totals.get(key, 0.0)) for sums in (outcome.whole, outcome.parts))
@@ -263,13 +263,13 @@ class Judge:
                 )
         return ""
 
-    def _padded(self, sample: Sample, outcome: Outcome) -> str:
+    def _padded(self, sample: TriedRows, outcome: TrialOutcome) -> str:
         """Try the same parts padded as wide as the whole."""
         try:
-            nest = Nest(sample.cut(sample.whole), self.options.get("whole", ()))
+            tree = BatchTree(sample.cut(sample.whole), self.options.get("whole", ()))
             sides = [sorted(sample.whole.index(row) for row in part) for part in sample.parts]
-            wide = [nest.take(side) for side in sides]
-            again = self.trial.compare([nest.batch], iter(wide), even=False)
+            wide = [tree.take(side) for side in sides]
+            again = self.trial.compare([tree.batch], iter(wide), even=False)
         except (SplitError, *USER_ERRORS):
             return ""
         if not again.adds_up:
@@ -279,7 +279,7 @@ class Judge:
             f"apart, and the same one if the parts are padded as wide as the whole. {reasons.PADDING}"
         )
 
-    def _moved(self, sample: Sample, outcome: Outcome) -> str:
+    def _moved(self, sample: TriedRows, outcome: TrialOutcome) -> str:
         moved = [each for each in outcome.moved if each.kind != "generator"]
         if not moved or self.trial.repeat(sample, carry=True).adds_up:
             return ""
@@ -291,7 +291,7 @@ class Judge:
             'verify="never" goes on as a plain loop would.'
         )
 
-    def _bent(self, sample: Sample, outcome: Outcome) -> str:
+    def _bent(self, sample: TriedRows, outcome: TrialOutcome) -> str:
         """Find something that acts on the size of a gradient, which is provisional until the window has counted."""
         again = self._safely(sample, even=True) if outcome.provisional else None
         if again is None or not again.adds_up:
@@ -303,7 +303,7 @@ class Judge:
             "that beforehand: items=lambda micro_batch: ..., what its loss is averaged over (its rows, its tokens)."
         )
 
-    def _gradient_only(self, sample: Sample, outcome: Outcome) -> str:
+    def _gradient_only(self, sample: TriedRows, outcome: TrialOutcome) -> str:
         if outcome.loss > outcome.tolerance:
             return ""
         return (
@@ -312,7 +312,7 @@ class Judge:
             "that is to be minimised as part of the loss."
         )
 
-    def _met(self, sample: Sample, outcome: Outcome) -> str:
+    def _met(self, sample: TriedRows, outcome: TrialOutcome) -> str:
         return (
             f"{_rows(sample)} are not the sum of their parts ({sample.sizes}): losses {outcome.loss:.2g} apart, "
             f'gradients {outcome.gradient:.2g}. {reasons.MEETING} verify="never" goes on as a plain loop would.'
@@ -328,7 +328,7 @@ class Judge:
         )
 
 
-def _refuse_steps(outcome: Outcome) -> None:
+def _refuse_steps(outcome: TrialOutcome) -> None:
     """Raise if parameters have moved although nobody has stepped; they are back where they were.
 
     Raises:
@@ -342,14 +342,14 @@ def _refuse_steps(outcome: Outcome) -> None:
         )
 
 
-def _is_final(error: BaseException, sample: Sample) -> bool:
+def _is_final(error: BaseException, sample: TriedRows) -> bool:
     """Tell whether an error is the answer: one of ours, on more than one row."""
     return isinstance(error, WholeBatchError) and not (
         isinstance(error, LossError) and min(map(len, sample.parts)) == 1
     )
 
 
-def _or_stated(outcome: Outcome) -> str:
+def _or_stated(outcome: TrialOutcome) -> str:
     """What else it may be where the loss function divides by itself, which nobody can do again."""
     for key, kind in outcome.whole.schema.terms:
         if kind == "one":
@@ -366,12 +366,12 @@ def _or_stated(outcome: Outcome) -> str:
     return ""
 
 
-def _rows(sample: Sample) -> str:
+def _rows(sample: TriedRows) -> str:
     named = "" if sample.layout == "rows" else f" ({sample.layout})"
     return f"{len(sample.whole)} rows{named}"
 
 
-def _words(sample: Sample, outcome: Outcome) -> str:
+def _words(sample: TriedRows, outcome: TrialOutcome) -> str:
     extra = " on BatchNorm's running statistics," if outcome.batch_norms else ""
     fixed = ", random draws held still" if outcome.seen else ""
     return (

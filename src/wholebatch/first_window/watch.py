@@ -25,8 +25,8 @@ from torch.utils import _pytree as pytree
 from wholebatch.batch.window import MicroBatch
 from wholebatch.errors import InexactError
 from wholebatch.first_window.draws import NormWatch, uncompiled
-from wholebatch.loss.terms import Answer
-from wholebatch.model.inspection import Survey
+from wholebatch.loss.terms import ParsedLoss
+from wholebatch.model.inspection import ModelInfo
 from wholebatch.model.memory import is_out_of_memory, release
 from wholebatch.model.references import code_of
 from wholebatch.model.snapshot import Moved, Snapshot
@@ -68,7 +68,7 @@ class Unwatched:
         """Run a backward."""
         return nullcontext()
 
-    def finish(self, say: Callable[[MicroBatch], Answer | None], micro_batches: Sequence[MicroBatch]) -> None:
+    def finish(self, say: Callable[[MicroBatch], ParsedLoss | None], micro_batches: Sequence[MicroBatch]) -> None:
         """Do what there is to do after the last forward."""
 
 
@@ -79,7 +79,7 @@ class Watch(Unwatched):
     normalises is looked at, and how often parameters have been written to.
 
     Args:
-        survey: of the model and of what the loss function names.
+        model_info: of the model and of what the loss function names.
         loss_fn: the user's own.
         micro_batches: how many micro-batches there are.
         options: of the window.
@@ -87,12 +87,17 @@ class Watch(Unwatched):
     """
 
     def __init__(
-        self, survey: Survey, loss_fn: Callable[..., Any], micro_batches: int, options: Options, steady: bool = True
+        self,
+        model_info: ModelInfo,
+        loss_fn: Callable[..., Any],
+        micro_batches: int,
+        options: Options,
+        steady: bool = True,
     ) -> None:
-        self._survey, self._loss_fn, self._micro_batches = survey, loss_fn, micro_batches
-        self._chosen, self._key = options.get("batch_norm"), _key_of(survey, loss_fn, options)
+        self._survey, self._loss_fn, self._micro_batches = model_info, loss_fn, micro_batches
+        self._chosen, self._key = options.get("batch_norm"), _key_of(model_info, loss_fn, options)
         self._steady, looks = steady, steady and options.get("verify") != "never"
-        self._start = Snapshot(survey, loss_fn, keep=KEPT) if looks else None
+        self._start = Snapshot(model_info, loss_fn, keep=KEPT) if looks else None
         self._forwards = self._backwards = 0
 
     @contextmanager
@@ -139,7 +144,7 @@ class Watch(Unwatched):
                 "the hook and step after wb.backward, or use wb.Step."
             )
 
-    def finish(self, say: Callable[[MicroBatch], Answer | None], micro_batches: Sequence[MicroBatch]) -> None:
+    def finish(self, say: Callable[[MicroBatch], ParsedLoss | None], micro_batches: Sequence[MicroBatch]) -> None:
         """Ask, once all forwards have run, whether what they have moved changes what a micro-batch says.
 
         Raises:
@@ -196,7 +201,7 @@ def alone(place: str, micro_batches: int) -> str:
 
 
 def watch_for(
-    survey: Survey,
+    model_info: ModelInfo,
     loss_fn: Callable[..., Any],
     micro_batches: int,
     options: Options,
@@ -206,16 +211,16 @@ def watch_for(
     """Watch a window unless one like it has been watched, or there is nothing to watch: all rows in one micro-batch."""
     if micro_batches < 2 and not splits:
         return Unwatched()
-    if options.get("verify") != "always" and _key_of(survey, loss_fn, options) in WATCHED.get(survey.model, ()):
+    if options.get("verify") != "always" and _key_of(model_info, loss_fn, options) in WATCHED.get(model_info.model, ()):
         return Unwatched()
-    return Watch(survey, loss_fn, micro_batches, options, steady=not (ranks.lockstep or ranks.meets))
+    return Watch(model_info, loss_fn, micro_batches, options, steady=not (ranks.per_micro_batch or ranks.meets))
 
 
-def _key_of(survey: Survey, loss_fn: Callable[..., Any], options: Options) -> Key:
-    return code_of(loss_fn), survey.model.training, options.get("batch_norm")
+def _key_of(model_info: ModelInfo, loss_fn: Callable[..., Any], options: Options) -> Key:
+    return code_of(loss_fn), model_info.model.training, options.get("batch_norm")
 
 
-def matters(start: Snapshot, here: Snapshot, say: Callable[[], Answer | None]) -> bool:
+def matters(start: Snapshot, here: Snapshot, say: Callable[[], ParsedLoss | None]) -> bool:
     """Tell whether a loss function says something else from another state, with the same draws; stays in the state.
 
     Args:
@@ -265,7 +270,7 @@ def _uncompiled() -> AbstractContextManager[None]:
     return uncompiled() if "torch._dynamo" in sys.modules else nullcontext()
 
 
-def _numbers(answer: Answer | None) -> list[float]:
+def _numbers(answer: ParsedLoss | None) -> list[float]:
     """What the loss function said about each term, in numbers."""
     terms = [] if answer is None else answer.terms.values()
     numbers = (number for term in terms for number in (term.total, term.count, term.weight))

@@ -29,13 +29,13 @@ from wholebatch.first_window import proven
 from wholebatch.first_window.trial import Trial
 from wholebatch.gradient.preconditions import refuse_foreign, refuse_inexact
 from wholebatch.gradient.separable import Pending, Result
-from wholebatch.gradient.two_pass import Encode, Encoder, Turn, summed
+from wholebatch.gradient.two_pass import Encode, EncodedMicroBatch, EncoderPass, summed
 from wholebatch.loss.denominators import Provisional
-from wholebatch.loss.seeds import Shares
-from wholebatch.loss.terms import Answer, Mean, read
-from wholebatch.loss.totals import Sizes, Sums, Tally
-from wholebatch.model.gradients import Gradients, all_or_nothing, foreign_leaves
-from wholebatch.model.inspection import Survey
+from wholebatch.loss.seeds import BackwardSeeds
+from wholebatch.loss.terms import Mean, ParsedLoss, read
+from wholebatch.loss.totals import LossAccumulator, LossTotals, Sizes
+from wholebatch.model.gradients import GradientAccumulator, all_or_nothing, external_parameters
+from wholebatch.model.inspection import ModelInfo
 from wholebatch.model.memory import is_out_of_memory, release, too_few_rows, words_of
 from wholebatch.model.references import reach_of
 from wholebatch.model.state import State
@@ -125,7 +125,7 @@ def coupled_backward(
     """
     loss = Coupled(encode, loss_fn, gather)
 
-    def work(gradients: Gradients) -> Result:
+    def work(gradients: GradientAccumulator) -> Result:
         return accumulate_coupled(model, loss, batch, micro_batch_size, gradients, scaler=scaler, **options).finish()
 
     return all_or_nothing(work)
@@ -136,7 +136,7 @@ def accumulate_coupled(
     loss: Coupled,
     batch: Any,
     micro_batch_size: Size,
-    gradients: Gradients,
+    gradients: GradientAccumulator,
     *,
     scaler: GradScaler | None = None,
     also: Iterable[Tensor] = (),
@@ -149,21 +149,25 @@ def accumulate_coupled(
     chosen, scaler = checked_for_all_rows(options), checked_scaler(scaler)
     reaches = [reach_of(function) for function in (*loss.encoders, loss.loss_fn)]
     modules = [module for reach in reaches for module in reach.modules]
-    survey = Survey(model, modules, [leaf for reach in reaches for leaf in reach.leaves])
-    ranks = ranks_of(survey, chosen.get("sync", "last"))
+    model_info = ModelInfo(model, modules, [leaf for reach in reaches for leaf in reach.leaves])
+    ranks = ranks_of(model_info, chosen.get("sync", "last"))
 
     def run(size: int | Tokens | None) -> Pending:
         with ranks:
             micro_batches = micro_batches_of(batch, size, whole=chosen.get("whole", ()), collate=chosen.get("collate"))
-            refuse_inexact(survey, micro_batches, chosen)
+            refuse_inexact(model_info, micro_batches, chosen)
             order = None if isinstance(batch, Window) else _order(micro_batches)
             functions = [*loss.encoders, loss.loss_fn]
-            trial = Trial(survey, summed(loss.encoders), ranks, scaler, chosen, [*survey.parameters, *also], functions)
+            trial = Trial(
+                model_info, summed(loss.encoders), ranks, scaler, chosen, [*model_info.parameters, *also], functions
+            )
             verified = proven(trial, batch, micro_batches)
-            gradients.begin(survey.parameters, also, ranks.views, chosen.get("accumulate_in") or ranks.accumulate_in)
-            pending = _Coupled(survey, loss, micro_batches, order, ranks, gradients, chosen).pending(scaler)
+            gradients.begin(
+                model_info.parameters, also, ranks.views, chosen.get("accumulate_in") or ranks.accumulate_in
+            )
+            pending = _Coupled(model_info, loss, micro_batches, order, ranks, gradients, chosen).pending(scaler)
             gradients.end()
-            return pending.noted(survey, verified)
+            return pending.noted(model_info, verified)
 
     if not isinstance(micro_batch_size, Auto):
         return run(micro_batch_size)
@@ -172,7 +176,7 @@ def accumulate_coupled(
             f"micro_batch_size={micro_batch_size!r} begins anew when memory runs out, for which the other "
             f"{ranks.world - 1} ranks would have to wait. Give a number of rows or Tokens(...)."
         )
-    return _fitting(micro_batch_size, run, State(survey), gradients)
+    return _fitting(micro_batch_size, run, State(model_info), gradients)
 
 
 def _refuse_no_functions(loss: Coupled) -> None:
@@ -205,7 +209,9 @@ def checked_for_all_rows(options: Options) -> Options:
     return checked(options)
 
 
-def _fitting(auto: Auto, run: Callable[[int | Tokens], Pending], state: State, gradients: Gradients) -> Pending:
+def _fitting(
+    auto: Auto, run: Callable[[int | Tokens], Pending], state: State, gradients: GradientAccumulator
+) -> Pending:
     """Begin anew in smaller micro-batches until they fit: the gradient does not depend on how the batch is cut."""
     while True:
         said, size = "", auto.size
@@ -236,33 +242,33 @@ class _Coupled:
 
     def __init__(
         self,
-        survey: Survey,
+        model_info: ModelInfo,
         loss: Coupled,
         micro_batches: Sequence[MicroBatch],
         order: Sequence[int] | None,
         ranks: Ranks,
-        gradients: Gradients,
+        gradients: GradientAccumulator,
         options: Options,
     ) -> None:
-        self.survey, self.loss_fn, self.micro_batches, self.order = survey, loss.loss_fn, micro_batches, order
+        self.model_info, self.loss_fn, self.micro_batches, self.order = model_info, loss.loss_fn, micro_batches, order
         self.ranks, self.gradients, self.everyone = ranks, gradients, everyone(ranks, loss.gather)
         self.pools = options.get("batch_norm") == "pooled"
-        self.encoders = [Encoder(survey, function, micro_batches, options, ranks) for function in loss.encoders]
+        self.encoders = [EncoderPass(model_info, function, micro_batches, options, ranks) for function in loss.encoders]
         gradients.include(ranks.leaves())
 
     def pending(self, scaler: GradScaler | None) -> Pending:
         """Encode, take the loss of all rows, and encode again backward."""
         rows = sum(micro_batch.rows for micro_batch in self.micro_batches)
-        with pooled(self.survey, self.pools):  # the second pass would count its rows again
+        with pooled(self.model_info, self.pools):  # the second pass would count its rows again
             towers = [e.turns(keep_last=e is self.encoders[-1]) for e in self.encoders]
-        after = State(self.survey)
-        _refuse_no_rows(self.ranks.agree(Status.READY, Sums(), micro_batches=rows).micro_batches)
+        after = State(self.model_info)
+        _refuse_no_rows(self.ranks.agree(Status.READY, LossTotals(), micro_batches=rows).micro_batches)
         joined = [_join([turn.said for turn in turns], self.order) for turns in towers]
         leaves = [[leaf.detach().requires_grad_(leaf.is_floating_point()) for leaf in each] for each in joined]
         tally, answer = self._loss([turns[0].form for turns in towers], leaves)
         sums = self.ranks.agree(Status.READY, tally.sums()).sums
         learns = self._propagate(answer, sums, scaler)
-        moved = State(self.survey, buffers=False)
+        moved = State(self.model_info, buffers=False)
         self._go_back(towers, leaves)
         after.restore_buffers()
         if any(turn.drew for turns in towers for turn in turns):
@@ -273,17 +279,17 @@ class _Coupled:
                 "a gradient. Compute it from the model's output, without detach() or torch.no_grad(), and look whether "
                 "the model is frozen (requires_grad)."
             )
-        self.ranks.agree(Status.READY, Sums())
+        self.ranks.agree(Status.READY, LossTotals())
         self.ranks.settle()
         self.ranks.reduce(self.gradients)
         self.ranks.conclude(self.gradients)
         sizes = Sizes(indices=[micro_batch.index for micro_batch in self.micro_batches])
-        result = Result(**sums.report(self.survey.device), micro_batches=len(sizes), rows=rows, sizes=sizes)
+        result = Result(**sums.report(self.model_info.device), micro_batches=len(sizes), rows=rows, sizes=sizes)
         return Pending(result, self.gradients, 1.0, sums.alive, tally.losses, tally.flags)
 
     def _loss(
         self, forms: Sequence[pytree.TreeSpec], encoded: Sequence[Sequence[Tensor]]
-    ) -> tuple[Tally, Answer | None]:
+    ) -> tuple[LossAccumulator, ParsedLoss | None]:
         """Take the loss of what the encoders said about all rows, those of other ranks too if they are gathered."""
         arguments: list[Any] = []
         for form, leaves in zip(forms, encoded, strict=True):
@@ -293,17 +299,17 @@ class _Coupled:
             returned = self.loss_fn(*arguments)
         if isinstance(returned, Tensor) and returned.dim() == 0:
             returned = Mean(returned, 1.0)
-        tally = Tally()
+        tally = LossAccumulator()
         return tally, tally.add(read(returned, rows=1))
 
-    def _propagate(self, answer: Answer | None, sums: Sums, scaler: GradScaler | None) -> bool:
+    def _propagate(self, answer: ParsedLoss | None, sums: LossTotals, scaler: GradScaler | None) -> bool:
         """Take the gradient of the loss, for the encoded rows and for what it is made of itself; tell if it has any."""
         if answer is None:
             return False
         alone = self.ranks.world == 1
         denominators = Provisional(self.ranks.world, exact_last=True, loose=False)
         denominators.settle(sums)
-        shares = Shares(scaler, self.ranks.divides, drops_empty=alone)
+        shares = BackwardSeeds(scaler, self.ranks.divides, drops_empty=alone)
         outputs, seeds = shares.of(answer, denominators)
         if alone:
             shares.check()
@@ -312,7 +318,7 @@ class _Coupled:
             torch.autograd.backward(outputs, seeds)
         return bool(outputs)
 
-    def _go_back(self, towers: Sequence[Sequence[Turn]], encoded: Sequence[Sequence[Tensor]]) -> None:
+    def _go_back(self, towers: Sequence[Sequence[EncodedMicroBatch]], encoded: Sequence[Sequence[Tensor]]) -> None:
         """Bring the gradients of what was encoded back to the parameters.
 
         The last encoder comes first: its last micro-batch has a graph, which may hold buffers that are set back for
@@ -324,7 +330,7 @@ class _Coupled:
             self._encode_again(turns, told)
             encoder.window.backward()
 
-    def _encode_again(self, turns: Sequence[Turn], gradient: Sequence[Tensor | None]) -> None:
+    def _encode_again(self, turns: Sequence[EncodedMicroBatch], gradient: Sequence[Tensor | None]) -> None:
         """Go backward through every micro-batch from the gradient of what it said, the one with a graph first."""
         if self.order is not None:
             place = torch.tensor(self.order)
@@ -342,7 +348,7 @@ class _Coupled:
 
     def _explore(self, outputs: Sequence[Tensor]) -> None:
         """Find leaves outside of the model that a backward from here adds to, so that they are kept apart too."""
-        foreign = foreign_leaves(outputs, self.survey)
+        foreign = external_parameters(outputs, self.model_info)
         if self.ranks.world > 1:
             refuse_foreign(foreign)
         self.gradients.include(leaf for leaf in foreign if isinstance(leaf, nn.Parameter))

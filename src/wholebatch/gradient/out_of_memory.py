@@ -14,16 +14,16 @@ from typing import Any, Protocol
 import torch
 
 from wholebatch.batch.sizes import Auto, Tokens
-from wholebatch.batch.tree import Nest
+from wholebatch.batch.tree import BatchTree
 from wholebatch.batch.window import MicroBatch
 from wholebatch.errors import OutOfMemoryError
-from wholebatch.model.gradients import Gradients
-from wholebatch.model.inspection import Survey
+from wholebatch.model.gradients import GradientAccumulator
+from wholebatch.model.inspection import ModelInfo
 from wholebatch.model.memory import is_out_of_memory, peak_bytes, release, too_few_rows, words_of
 from wholebatch.model.state import State
 
 
-class Redo(Exception):
+class RestartWindow(Exception):
     """What a failed micro-batch has added cannot be told apart: run the window from its start, in smaller
     micro-batches.
 
@@ -46,17 +46,17 @@ class Record(Protocol):
         """Forget what has come since a mark."""
 
 
-class Recovery:
+class OutOfMemoryRetry:
     """Runs micro-batches of an `Auto` size.
 
     Args:
         auto: remembers the size that fits.
-        survey: of the model, whose buffers and random state are rolled back with a failed micro-batch.
+        model_info: of the model, whose buffers and random state are rolled back with a failed micro-batch.
         gradients: the window's sums.
     """
 
-    def __init__(self, auto: Auto, survey: Survey, gradients: Gradients) -> None:
-        self._auto, self._survey, self._gradients = auto, survey, gradients
+    def __init__(self, auto: Auto, model_info: ModelInfo, gradients: GradientAccumulator) -> None:
+        self._auto, self._survey, self._gradients = auto, model_info, gradients
         self._failed = self._redone = False
         self._passed: set[MicroBatch] = set()
 
@@ -106,7 +106,7 @@ class Recovery:
             if self._redone:  # what has come through once does not always: be done with it
                 self._passed.clear()
             self._redone = True
-            raise Redo(self.fitting)
+            raise RestartWindow(self.fitting)
         return sum(self.run(half, records, work) for half in halves)
 
     def _try(self, micro_batch: MicroBatch, work: Callable[[MicroBatch], None]) -> str | None:
@@ -133,7 +133,7 @@ class Recovery:
         return size.budget if isinstance(size, Tokens) else size
 
     def _final(self, micro_batch: MicroBatch, said: str) -> str:
-        leaves = ", ".join(str(leaf) for leaf in Nest(micro_batch.load()).leaves)
+        leaves = ", ".join(str(leaf) for leaf in BatchTree(micro_batch.load()).leaves)
         peak = peak_bytes(self._survey.device)
         held = "" if peak is None else f" The device has held up to {peak / 2**30:.2f} GiB."
         return (

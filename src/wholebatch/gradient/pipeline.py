@@ -21,15 +21,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.amp import GradScaler
 
-from wholebatch.batch.tree import Nest, move
+from wholebatch.batch.tree import BatchTree, move
 from wholebatch.errors import LossError, SplitError, SyncError
 from wholebatch.gradient.separable import Result
 from wholebatch.loss.denominators import Denominators, Known, Provisional, stated_divisors, uniform
-from wholebatch.loss.seeds import Shares
-from wholebatch.loss.terms import Answer, read
-from wholebatch.loss.totals import Sums, Tally, stated_sums
-from wholebatch.model.gradients import Gradients, all_or_nothing, device_of, scale_, total_norm
-from wholebatch.ranks.agreement import Peers, Status, message_device
+from wholebatch.loss.seeds import BackwardSeeds
+from wholebatch.loss.terms import ParsedLoss, read
+from wholebatch.loss.totals import LossAccumulator, LossTotals, stated_sums
+from wholebatch.model.gradients import GradientAccumulator, all_or_nothing, device_of, scale_, total_norm
+from wholebatch.ranks.agreement import ProcessGroups, Status, message_device
 from wholebatch.ranks.reduction import refuse_older
 
 
@@ -77,9 +77,9 @@ class Pipeline:
         self.parameters = [p for stage in self.stages for p in stage.submod.parameters() if p.requires_grad]
         near = device_of(self.stages[0].submod)
         device = message_device(self.stages[0].group, near)
-        self._pipeline = Peers([self.stages[0].group], device)
-        self._replicas = Peers([data_parallel] if data_parallel is not None else [], device)
-        self._ranks = Peers([*self._pipeline.groups, *self._replicas.groups], device)
+        self._pipeline = ProcessGroups([self.stages[0].group], device)
+        self._replicas = ProcessGroups([data_parallel] if data_parallel is not None else [], device)
+        self._ranks = ProcessGroups([*self._pipeline.groups, *self._replicas.groups], device)
         self._device = near
         self._losses = _Losses(loss_fn)
         taken = self.stages if isinstance(stages, (list, tuple)) else stages
@@ -113,7 +113,7 @@ class Pipeline:
 
     def _backward(
         self,
-        gradients: Gradients,
+        gradients: GradientAccumulator,
         inputs: Any,
         targets: Any,
         items: Callable[[Any], Any] | None,
@@ -121,9 +121,11 @@ class Pipeline:
     ) -> Result:
         with self._ranks:
             gradients.begin(self.parameters)
-            rows = Nest((inputs, targets)).count_rows()
+            rows = BatchTree((inputs, targets)).count_rows()
             denominators = self._denominators(rows, targets, items)
-            self._losses.begin(targets, denominators, Shares(scaler, self._replicas.world, False), self._width(inputs))
+            self._losses.begin(
+                targets, denominators, BackwardSeeds(scaler, self._replicas.world, False), self._width(inputs)
+            )
             steps = -(-rows // (self.micro_batches * self.micro_batch_size))
             for step in range(steps):
                 self._step(inputs, rows, step)
@@ -162,7 +164,7 @@ class Pipeline:
         if items is not None:
             return Known(partial(stated_divisors, agreement.sums), lambda answer: {}, "items=")
         denominators = Provisional(self._replicas.world, exact_last=False, loose=True)
-        denominators.adopt(float(max(1, sum(agreement.micro_batches) // self._pipeline.world)))
+        denominators.use_agreed(float(max(1, sum(agreement.micro_batches) // self._pipeline.world)))
         return denominators
 
     @property
@@ -173,7 +175,7 @@ class Pipeline:
         """How many positions of the outputs are real; None for all."""
         if self.length is None:
             return None
-        widths = {leaf.shape[1] for leaf in Nest((inputs,)).leaves if len(leaf.shape) > 1}
+        widths = {leaf.shape[1] for leaf in BatchTree((inputs,)).leaves if len(leaf.shape) > 1}
         if len(widths) != 1 or max(widths) > self.length:
             raise SplitError(
                 f"The inputs are {sorted(widths)} positions wide, and this pipeline is {self.length}. Give every input "
@@ -189,7 +191,7 @@ class Pipeline:
         arguments: dict[str, Any] = {}
         positional: tuple[Any, ...] = ()
         if any(stage.is_first for stage in self.stages):
-            taken = self._filled(move(Nest(inputs).take(index.clamp(min=0).tolist()), self._device))
+            taken = self._filled(move(BatchTree(inputs).take(index.clamp(min=0).tolist()), self._device))
             arguments = dict(taken) if isinstance(taken, dict) else {}
             positional = () if isinstance(taken, dict) else taken if isinstance(taken, tuple) else (taken,)
         if self._is_last:
@@ -216,14 +218,14 @@ class _Losses:
 
     def __init__(self, loss_fn: Callable[[Any, Any], Any]) -> None:
         self._loss_fn = loss_fn
-        self._answers: dict[int, Answer] = {}
+        self._answers: dict[int, ParsedLoss] = {}
         self._errors: dict[int, Exception] = {}
 
-    def begin(self, targets: Any, denominators: Denominators, shares: Shares, width: int | None) -> None:
+    def begin(self, targets: Any, denominators: Denominators, shares: BackwardSeeds, width: int | None) -> None:
         """Begin a window."""
         self._answers.clear()
         self._errors.clear()
-        self._targets, self._denominators, self._shares, self._width = Nest(targets), denominators, shares, width
+        self._targets, self._denominators, self._shares, self._width = BatchTree(targets), denominators, shares, width
 
     def __call__(self, output: Any, numbers: Tensor) -> Tensor:
         rows = [number for number in numbers.tolist() if number >= 0]
@@ -232,11 +234,11 @@ class _Losses:
             return torch.as_tensor(nothing)
         self._errors.pop(rows[0], None)
         loss = nothing
-        with _Noted(self._errors, rows[0]):
+        with _KeptError(self._errors, rows[0]):
             loss = loss + self._share(output, rows)
         return torch.as_tensor(loss)
 
-    def sums(self) -> Sums:
+    def sums(self) -> LossTotals:
         """Add up what the window's micro-batches said.
 
         Raises:
@@ -244,13 +246,13 @@ class _Losses:
         """
         for error in self._errors.values():
             raise error
-        tally = Tally()
+        tally = LossAccumulator()
         for _, answer in sorted(self._answers.items()):
             tally.add(answer)
         return tally.sums()
 
     def _share(self, output: Any, rows: list[int]) -> Any:
-        real = Nest((output,)).take(range(len(rows)))[0]
+        real = BatchTree((output,)).take(range(len(rows)))[0]
         if self._width is not None:
             real = real[:, : self._width]
         device = next(tensor.device for tensor in _tensors(output))
@@ -264,7 +266,7 @@ class _Losses:
         return sum(torch.sum(part * seed) for part, seed in zip(outputs, seeds, strict=True) if seed is not None)
 
 
-class _Noted(AbstractContextManager["_Noted"]):
+class _KeptError(AbstractContextManager["_KeptError"]):
     """Keep an error for later instead of raising it now."""
 
     def __init__(self, errors: dict[int, Exception], key: int) -> None:
@@ -278,7 +280,7 @@ class _Noted(AbstractContextManager["_Noted"]):
         return isinstance(error, Exception)
 
 
-def _detached(answer: Answer) -> Answer:
+def _detached(answer: ParsedLoss) -> ParsedLoss:
     """Let go of the graph."""
     terms = {
         key: replace(
@@ -292,7 +294,7 @@ def _detached(answer: Answer) -> Answer:
 
 
 def _tensors(output: Any) -> list[Tensor]:
-    return [leaf.value for leaf in Nest((output,)).leaves if isinstance(leaf.value, Tensor)]
+    return [leaf.value for leaf in BatchTree((output,)).leaves if isinstance(leaf.value, Tensor)]
 
 
 def _refuse_wrapped(modules: Sequence[nn.Module]) -> None:

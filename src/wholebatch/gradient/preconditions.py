@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from wholebatch.batch.window import MicroBatch
 from wholebatch.errors import InexactError, SyncError
-from wholebatch.model.inspection import Survey, uses_batch_statistics
+from wholebatch.model.inspection import ModelInfo, uses_batch_statistics
 from wholebatch.model.state import State
 from wholebatch.options import Options
 
@@ -16,11 +16,13 @@ POWER_ITERATION = ("_u", "_v", "weight_u", "weight_v")
 """What torch's two spectral normalisations call their vectors."""
 
 
-def refuse_inexact(survey: Survey, micro_batches: Sequence[MicroBatch], options: Options, splits: bool = False) -> None:
+def refuse_inexact(
+    model_info: ModelInfo, micro_batches: Sequence[MicroBatch], options: Options, splits: bool = False
+) -> None:
     """Raise if running these micro-batches one after another would not give the gradient of the batch.
 
     Args:
-        survey: of the model.
+        model_info: of the model.
         micro_batches: of the batch.
         options: as the user chose them.
         splits: whether a single micro-batch, too, may be split on the way.
@@ -31,9 +33,9 @@ def refuse_inexact(survey: Survey, micro_batches: Sequence[MicroBatch], options:
     """
     if len(micro_batches) < 2 and not splits:
         return
-    _refuse_hooks(survey)
+    _refuse_hooks(model_info)
     if options.get("batch_norm") is None:
-        _refuse_batch_norm(survey, micro_batches)
+        _refuse_batch_norm(model_info, micro_batches)
 
 
 def refuse_moved(start: State, micro_batches: int) -> None:
@@ -83,25 +85,25 @@ def refuse_foreign(leaves: Sequence[Tensor]) -> None:
         )
 
 
-def _refuse_batch_norm(survey: Survey, micro_batches: Sequence[MicroBatch]) -> None:
-    layers = [layer for layer in (*survey.modules, *survey.outside) if uses_batch_statistics(layer)]
+def _refuse_batch_norm(model_info: ModelInfo, micro_batches: Sequence[MicroBatch]) -> None:
+    layers = [layer for layer in (*model_info.modules, *model_info.outside) if uses_batch_statistics(layer)]
     if not layers:
         return
     rows = [micro_batch.rows for micro_batch in micro_batches]
     raise InexactError(
         f"{len(layers)} BatchNorm layer{'s' * (len(layers) > 1)} using batch statistics (first: "
-        f"{survey.path(layers[0])!r}) would normalise each micro-batch of {max(rows)} alone, not the batch of "
+        f"{model_info.path(layers[0])!r}) would normalise each micro-batch of {max(rows)} alone, not the batch of "
         f'{sum(rows)}. Choose batch_norm="exact" (statistics of the whole batch), "pooled" (running statistics alone) '
         'or "micro" (as usual), or put the layers into eval mode. Where one layer of the whole batch fits into memory, '
         "one micro-batch with offload=True is exact too, and faster than micro-batches."
     )
 
 
-def _refuse_hooks(survey: Survey) -> None:
-    hooked = [p for p in survey.parameters if getattr(p, "_post_accumulate_grad_hooks", None)]
+def _refuse_hooks(model_info: ModelInfo) -> None:
+    hooked = [p for p in model_info.parameters if getattr(p, "_post_accumulate_grad_hooks", None)]
     if not hooked:
         return
-    name = next(name for name, parameter in survey.model.named_parameters() if parameter is hooked[0])
+    name = next(name for name, parameter in model_info.model.named_parameters() if parameter is hooked[0])
     raise InexactError(
         f"Parameter {name!r} has a hook that runs after each accumulation, as optimizers in the backward pass do: it "
         "would see the gradient of one micro-batch, not of the batch. Remove the hook (it is the handle returned by "

@@ -26,10 +26,10 @@ from wholebatch.batch.window import MicroBatch, micro_batches_of
 from wholebatch.batchnorm import window_for
 from wholebatch.errors import LossError, SyncError, plainly
 from wholebatch.first_window import proven
-from wholebatch.first_window.conduct import Watched, refuse_no_function, refuse_silence
+from wholebatch.first_window.conduct import WatchedLoss, refuse_no_function, refuse_silence
 from wholebatch.first_window.trial import Trial
 from wholebatch.first_window.watch import Unwatched, watch_for
-from wholebatch.gradient.out_of_memory import Record, Recovery, Redo
+from wholebatch.gradient.out_of_memory import OutOfMemoryRetry, Record, RestartWindow
 from wholebatch.gradient.preconditions import refuse_foreign, refuse_inexact, refuse_moved
 from wholebatch.loss.counts import Count
 from wholebatch.loss.denominators import (
@@ -42,13 +42,13 @@ from wholebatch.loss.denominators import (
     uniform,
 )
 from wholebatch.loss.flags import Flags
-from wholebatch.loss.seeds import Shares, weighted
+from wholebatch.loss.seeds import BackwardSeeds, weighted
 from wholebatch.loss.shapes import Shapes
-from wholebatch.loss.terms import Answer, read
-from wholebatch.loss.totals import Sizes, Sums, Tally, stated_sums
+from wholebatch.loss.terms import ParsedLoss, read
+from wholebatch.loss.totals import LossAccumulator, LossTotals, Sizes, stated_sums
 from wholebatch.model.gradient_hooks import hooks_that_read
-from wholebatch.model.gradients import Gradients, all_or_nothing, foreign_leaves, reentrant
-from wholebatch.model.inspection import Survey
+from wholebatch.model.gradients import GradientAccumulator, all_or_nothing, external_parameters, reentrant
+from wholebatch.model.inspection import ModelInfo
 from wholebatch.model.references import reach_of
 from wholebatch.model.state import State
 from wholebatch.norms import Pooled, pooled
@@ -135,7 +135,7 @@ def backward(
         (3, 10)
     """
 
-    def work(gradients: Gradients) -> Result:
+    def work(gradients: GradientAccumulator) -> Result:
         return accumulate(model, loss_fn, batch, micro_batch_size, gradients, scaler=scaler, **options).finish()
 
     return all_or_nothing(work)
@@ -149,7 +149,7 @@ class Pending:
     """
 
     result: Result
-    gradients: Gradients
+    gradients: GradientAccumulator
     coefficient: Count
     alive: Count
     losses: list[list[Tensor]]
@@ -161,10 +161,10 @@ class Pending:
         self.gradients.round()
         return self.result
 
-    def noted(self, survey: Survey, verified: str) -> Pending:
+    def noted(self, model_info: ModelInfo, verified: str) -> Pending:
         """Say in the result what has been proven, and which of the model's parameters got no gradient."""
-        missing = {id(p) for p in survey.parameters if p.requires_grad and self.gradients.take(p) is None}
-        names = [name for name, p in survey.model.named_parameters() if id(p) in missing] if missing else []
+        missing = {id(p) for p in model_info.parameters if p.requires_grad and self.gradients.take(p) is None}
+        names = [name for name, p in model_info.model.named_parameters() if id(p) in missing] if missing else []
         self.result = replace(self.result, verified=verified, without_gradient=tuple(names))
         return self
 
@@ -185,7 +185,7 @@ def accumulate(
     loss_fn: LossFunction,
     batch: Any,
     micro_batch_size: Size,
-    gradients: Gradients,
+    gradients: GradientAccumulator,
     *,
     scaler: GradScaler | None = None,
     also: Sequence[Tensor] = (),
@@ -202,24 +202,24 @@ def accumulate(
     refuse_no_function(loss_fn)
     chosen, scaler = checked(options), checked_scaler(scaler)
     reach = reach_of(loss_fn)
-    survey = Survey(model, reach.modules, reach.leaves)
-    ranks = ranks_of(survey, chosen.get("sync", "last"))
+    model_info = ModelInfo(model, reach.modules, reach.leaves)
+    ranks = ranks_of(model_info, chosen.get("sync", "last"))
     auto = micro_batch_size if isinstance(micro_batch_size, Auto) else None
     wide = chosen.get("accumulate_in") or ranks.accumulate_in
     with ranks:
         micro_batches = micro_batches_of(
             batch, micro_batch_size, whole=chosen.get("whole", ()), collate=chosen.get("collate")
         )
-        refuse_inexact(survey, micro_batches, chosen, auto is not None)
-        learning = [*survey.parameters, *also]
+        refuse_inexact(model_info, micro_batches, chosen, auto is not None)
+        learning = [*model_info.parameters, *also]
         leaves = [*learning, *ranks.leaves()]
-        trial = Trial(survey, loss_fn, ranks, scaler, chosen, leaves, micro_batches=len(micro_batches))
+        trial = Trial(model_info, loss_fn, ranks, scaler, chosen, leaves, micro_batches=len(micro_batches))
         verified = proven(trial, batch, micro_batches, splits=auto is not None)
         del trial  # and what it has copied
-        gradients.begin(survey.parameters, also, ranks.views, wide)
-        run = _Run(survey, loss_fn, micro_batches, scaler, ranks, gradients, auto, chosen)
-        run.first = watch_for(survey, loss_fn, len(micro_batches), chosen, ranks, splits=auto is not None)
-        pending = run.pending().noted(survey, run.first.said or verified)
+        gradients.begin(model_info.parameters, also, ranks.views, wide)
+        run = _WindowRun(model_info, loss_fn, micro_batches, scaler, ranks, gradients, auto, chosen)
+        run.first = watch_for(model_info, loss_fn, len(micro_batches), chosen, ranks, splits=auto is not None)
+        pending = run.pending().noted(model_info, run.first.said or verified)
         gradients.end()
         return pending
 
@@ -228,37 +228,37 @@ class _Recount(Exception):
     """The terms need every denominator before the first backward."""
 
 
-class _Run:
+class _WindowRun:
     """One window, from its first forward to its last backward."""
 
     def __init__(
         self,
-        survey: Survey,
+        model_info: ModelInfo,
         loss_fn: LossFunction,
         micro_batches: Sequence[MicroBatch],
         scaler: GradScaler | None,
         ranks: Ranks,
-        gradients: Gradients,
+        gradients: GradientAccumulator,
         auto: Auto | None,
         options: Options,
     ) -> None:
-        self.survey, self.micro_batches = survey, list(micro_batches)
+        self.model_info, self.micro_batches = model_info, list(micro_batches)
         self.ranks, self.gradients, self.options = ranks, gradients, options
-        self.recovery = None if auto is None else Recovery(auto, survey, gradients)
-        self.device = survey.device
-        self.shares = Shares(scaler, ranks.divides, drops_empty=ranks.world == 1)
+        self.recovery = None if auto is None else OutOfMemoryRetry(auto, model_info, gradients)
+        self.device = model_info.device
+        self.shares = BackwardSeeds(scaler, ranks.divides, drops_empty=ranks.world == 1)
         self.extent = sum(micro_batch.size for micro_batch in micro_batches)
         distributed = ranks.world > 1
         self.travel = ranks.travel
         self.loss_fn, self.shapes = loss_fn, Shapes()
-        self.watched = Watched(loss_fn, gradients.parameters)
-        self.window = window_for(survey, self.watched, micro_batches, options, ranks, auto is not None)
+        self.watched = WatchedLoss(loss_fn, gradients.parameters)
+        self.window = window_for(model_info, self.watched, micro_batches, options, ranks, auto is not None)
         if self.window.meets:
             self.travel = Travel.APART
         elif distributed and (auto is not None or options.get("accumulate_in") is not None):
             self.travel = self._without_reducer(auto)
         self.single = len(micro_batches) < 2 and auto is None and self.travel is Travel.LAST
-        self.read = not self.single and bool(hooks_that_read(survey, gradients.parameters.values()))
+        self.read = not self.single and bool(hooks_that_read(model_info, gradients.parameters.values()))
         self.alone = self.single and not distributed
         self.start: State | None = None
         # At buffers: after the first forward, and after the last.
@@ -270,7 +270,7 @@ class _Run:
         """Run the window in one pass if its terms allow, else know the denominators first."""
         items = self.options.get("items")
         self.window.forward(self.micro_batches)
-        self.start = None if self.alone else State(self.survey)
+        self.start = None if self.alone else State(self.model_info)
         known = None if items is None else self._stated(items)
         if known is None and self.window.meets and self.ranks.world > 1:
             known = self._counted()  # gradients of shared statistics add up only if divided by the same numbers
@@ -278,7 +278,7 @@ class _Run:
         while True:
             try:
                 return self._attempt(known or self._provisional())
-            except Redo as redo:
+            except RestartWindow as redo:
                 self.micro_batches = [part for micro_batch in self.micro_batches for part in redo.fitting(micro_batch)]
             except _Recount:
                 self._rewind()
@@ -294,8 +294,8 @@ class _Run:
 
     def _attempt(self, denominators: Denominators) -> Pending:
         """Run every micro-batch, agree with all ranks before gradients travel, and leave one factor to be applied."""
-        tally = Tally()
-        with pooled(self.survey, self.options.get("batch_norm") == "pooled") as pool:
+        tally = LossAccumulator()
+        with pooled(self.model_info, self.options.get("batch_norm") == "pooled") as pool:
             waiting, micro_batches = self._run_micro_batches(tally, denominators, pool)
         if self.looks > 0:
             self._refuse_moved_buffers(micro_batches)
@@ -316,24 +316,24 @@ class _Run:
             factor = 1.0
         if self.travel is Travel.LAST:
             self._propagate(waiting, denominators, last=True)
-        if self.travel is Travel.APART or self.ranks.lockstep:
+        if self.travel is Travel.APART or self.ranks.per_micro_batch:
             self.ranks.reduce(self.gradients)
         self.ranks.conclude(self.gradients)
         self.window.commit()
         if self.ranks.world == 1:
             self.shares.check()
         if not sums.schema.terms and self.micro_batches:
-            refuse_silence(self.loss_fn, self.survey, self._again())
+            refuse_silence(self.loss_fn, self.model_info, self._again())
         rows = sum(micro_batch.rows for micro_batch in self.micro_batches)
         sizes = tally.sizes(sums.schema)
         result = Result(**sums.report(self.device), micro_batches=micro_batches, rows=rows, sizes=sizes)
         return Pending(result, self.gradients, factor, sums.alive, tally.losses, tally.flags)
 
     def _run_micro_batches(
-        self, tally: Tally, denominators: Denominators, pool: Pooled | None
-    ) -> tuple[Answer | None, int]:
+        self, tally: LossAccumulator, denominators: Denominators, pool: Pooled | None
+    ) -> tuple[ParsedLoss | None, int]:
         """Run the micro-batches; return the last answer if its backward waits for the agreement, and how many ran."""
-        waiting: Answer | None = None
+        waiting: ParsedLoss | None = None
 
         def whole_micro_batch(micro_batch: MicroBatch) -> None:
             self._propagate(self._admitted(micro_batch, tally, denominators), denominators)
@@ -358,45 +358,49 @@ class _Run:
         adapts = not self.ranks.meets and self.travel is not Travel.EVERY
         return Provisional(self.ranks.world, exact_last, not self.single, self.extent, adapts, self.read)
 
-    def _admitted(self, micro_batch: MicroBatch | None, tally: Tally, denominators: Denominators) -> Answer | None:
+    def _admitted(
+        self, micro_batch: MicroBatch | None, tally: LossAccumulator, denominators: Denominators
+    ) -> ParsedLoss | None:
         answer = self._forward(micro_batch, tally)
         if not self._admits(answer, micro_batch, denominators):
-            self.ranks.agree(Status.RECOUNT, Sums())
+            self.ranks.agree(Status.RECOUNT, LossTotals())
             raise _Recount
         return answer
 
-    def _met(self, micro_batch: MicroBatch | None, tally: Tally, denominators: Denominators) -> Answer | None:
+    def _met(
+        self, micro_batch: MicroBatch | None, tally: LossAccumulator, denominators: Denominators
+    ) -> ParsedLoss | None:
         """Run one forward in step with the other ranks, and divide by the same number as they."""
         answer = self._forward(micro_batch, tally)
         status = Status.READY if self._admits(answer, micro_batch, denominators) else Status.RECOUNT
-        agreement = self.ranks.agree(status, Sums(), denominators.guess)
+        agreement = self.ranks.agree(status, LossTotals(), denominators.guess)
         if agreement.recount:
             raise _Recount
         if self.travel is Travel.EVERY:
             self.ranks.settle()
-        denominators.adopt(agreement.number)
+        denominators.use_agreed(agreement.number)
         return answer
 
-    def _admits(self, answer: Answer | None, micro_batch: MicroBatch | None, denominators: Denominators) -> bool:
+    def _admits(self, answer: ParsedLoss | None, micro_batch: MicroBatch | None, denominators: Denominators) -> bool:
         if answer is None or micro_batch is None:
             return True
-        admitted = denominators.admit(answer, self.extent / max(micro_batch.size, 1))
+        observed = denominators.observe(answer, self.extent / max(micro_batch.size, 1))
         correction = denominators.correction()
         if correction != 1.0:
             self.gradients.scale(correction)
-        return admitted
+        return observed
 
-    def _forward(self, micro_batch: MicroBatch | None, tally: Tally) -> Answer | None:
+    def _forward(self, micro_batch: MicroBatch | None, tally: LossAccumulator) -> ParsedLoss | None:
         with self.first.forward():
             answer = None if micro_batch is None else self._heard(micro_batch, tally)
-        self.ranks.attend()
+        self.ranks.run_dummy_forward()
         if answer is not None:
             self._explore(answer)
         if self.looks > 1:
             self._refuse_moved_buffers(len(self.micro_batches))
         return answer
 
-    def _heard(self, micro_batch: MicroBatch, tally: Tally) -> Answer | None:
+    def _heard(self, micro_batch: MicroBatch, tally: LossAccumulator) -> ParsedLoss | None:
         """Run the loss function of a micro-batch, and look whether what it says can be believed."""
         said = self._said(micro_batch)
         self.shapes.note(said, micro_batch.rows, self.watched.micro_batch)
@@ -409,37 +413,37 @@ class _Run:
             return None
 
         def run() -> None:
-            state = State(self.survey)
+            state = State(self.model_info)
             self.window.loss(self.micro_batches[0])
             state.restore()
 
         return run
 
-    def _said(self, micro_batch: MicroBatch) -> Answer | None:
+    def _said(self, micro_batch: MicroBatch) -> ParsedLoss | None:
         return read(self.window.loss(micro_batch))
 
-    def _explore(self, answer: Answer) -> None:
+    def _explore(self, answer: ParsedLoss) -> None:
         """Find leaves outside of the model that this backward will add to, so that they are mended or taken back too.
 
         Every micro-batch is looked through: a later one may be the first to reach a leaf.
         """
         self.gradients.release()
         outputs = [output for output, _ in weighted(answer).values()]
-        foreign = [leaf for leaf in foreign_leaves(outputs, self.survey) if not self.ranks.owns(leaf)]
+        foreign = [leaf for leaf in external_parameters(outputs, self.model_info) if not self.ranks.owns(leaf)]
         self.gradients.include(foreign)
         if self.ranks.world > 1:
             refuse_foreign(foreign)
 
-    def _propagate(self, answer: Answer | None, denominators: Denominators, last: bool = False) -> None:
+    def _propagate(self, answer: ParsedLoss | None, denominators: Denominators, last: bool = False) -> None:
         """Go back from an answer's share; the last time, all ranks reduce what has been summed."""
         outputs, seeds = ([], []) if answer is None else self.shares.of(answer, denominators)
         if last and outputs and self.ranks.world > 1 and self.travel is Travel.LAST and reentrant(outputs):
             self._backward(outputs, seeds)  # its inner backwards would each look to the reducer like the whole one
             outputs = []
         if last and not outputs:
-            outputs, seeds = self.ranks.idle(), [None]
+            outputs, seeds = self.ranks.zero_output(), [None]
         if last:
-            self.ranks.arm(outputs)
+            self.ranks.prepare_reducer(outputs)
         if outputs:
             self._backward(outputs, seeds)
 
@@ -456,12 +460,12 @@ class _Run:
             raise
 
     def _without_reducer(self, auto: Auto | None) -> Travel:
-        if auto is not None and (self.ranks.lockstep or self.ranks.meets or self.options.get("sync") == "every"):
+        if auto is not None and (self.ranks.per_micro_batch or self.ranks.meets or self.options.get("sync") == "every"):
             raise SyncError(
                 'micro_batch_size=Auto(...) splits a micro-batch on the rank where it failed, but sync="every" and '
                 'SyncBatchNorm keep all ranks in step. Pass sync="last", or a fixed size.'
             )
-        return Travel.EVERY if self.ranks.lockstep else Travel.APART
+        return Travel.EVERY if self.ranks.per_micro_batch else Travel.APART
 
     def _stated(self, items: Callable[[Any], Any]) -> Denominators:
         """Know the denominators from ``items=`` alone."""
@@ -470,12 +474,14 @@ class _Run:
 
     def _counted(self) -> Denominators:
         """Know the denominators from a forward pass over every micro-batch, graphs dropped one by one."""
-        tally = Tally()
+        tally = LossAccumulator()
 
         def look(micro_batch: MicroBatch | None) -> None:
             self._forward(micro_batch, tally)
-            if self.ranks.lockstep or self.ranks.meets:
-                self.ranks.agree(Status.READY, Sums())  # so that none goes on to the next forward without the others
+            if self.ranks.per_micro_batch or self.ranks.meets:
+                self.ranks.agree(
+                    Status.READY, LossTotals()
+                )  # so that none goes on to the next forward without the others
 
         for micro_batch in self.ranks.rounds(self.micro_batches, self.window.loss):
             if self.recovery is None or micro_batch is None:
@@ -487,7 +493,11 @@ class _Run:
         return self._known(sums, "The counting pass", counted_divisors, before)
 
     def _known(
-        self, here: Sums, source: str, of: Callable[[Sums, Answer], Divisors], before: Sums | None = None
+        self,
+        here: LossTotals,
+        source: str,
+        of: Callable[[LossTotals, ParsedLoss], Divisors],
+        before: LossTotals | None = None,
     ) -> Denominators:
         everywhere = self.ranks.agree(Status.READY, here).sums
         return Known(partial(of, everywhere), partial(of, here), source, before)

@@ -15,7 +15,7 @@ from wholebatch.batch.window import MicroBatch
 from wholebatch.batchnorm import window_for
 from wholebatch.errors import InexactError, LossError, SplitError
 from wholebatch.loss.terms import Mean, total
-from wholebatch.model.inspection import Survey
+from wholebatch.model.inspection import ModelInfo
 from wholebatch.model.state import State
 from wholebatch.options import Options
 from wholebatch.ranks.agreement import Ranks
@@ -24,10 +24,10 @@ Encode: TypeAlias = "Callable[[Any, Any], Any]"
 
 
 @dataclass
-class Turn:
+class EncodedMicroBatch:
     """One micro-batch in the hands of one encoder: what it was before, and what it said."""
 
-    encoder: Encoder
+    encoder: EncoderPass
     micro_batch: MicroBatch
     state: State
     said: list[Tensor]
@@ -53,28 +53,33 @@ class Turn:
         return repeated
 
 
-class Encoder:
+class EncoderPass:
     """One of the user's functions, over all micro-batches of the window."""
 
     def __init__(
-        self, survey: Survey, function: Encode, micro_batches: Sequence[MicroBatch], options: Options, ranks: Ranks
+        self,
+        model_info: ModelInfo,
+        function: Encode,
+        micro_batches: Sequence[MicroBatch],
+        options: Options,
+        ranks: Ranks,
     ) -> None:
-        self.survey = survey
+        self.model_info = model_info
         self.micro_batches = micro_batches
-        self.window = window_for(survey, function, micro_batches, options, ranks)
+        self.window = window_for(model_info, function, micro_batches, options, ranks)
 
-    def turns(self, keep_last: bool) -> list[Turn]:
+    def turns(self, keep_last: bool) -> list[EncodedMicroBatch]:
         """Encode every micro-batch without graph, the last one perhaps with it."""
         self.window.forward(self.micro_batches)
-        turns: list[Turn] = []
+        turns: list[EncodedMicroBatch] = []
         changing = not self.window.meets
         for micro_batch in self.micro_batches:
             graph = keep_last and micro_batch is self.micro_batches[-1]
-            state, versions = State(self.survey, buffers=changing), _versions(self.survey)
+            state, versions = State(self.model_info, buffers=changing), _versions(self.model_info)
             with torch.set_grad_enabled(graph and torch.is_grad_enabled()):
-                turns.append(Turn(self, micro_batch, state, *self.encode(micro_batch), graph))
+                turns.append(EncodedMicroBatch(self, micro_batch, state, *self.encode(micro_batch), graph))
             turns[-1].drew = state.drew()
-            changing = changing and versions != _versions(self.survey)  # most models leave their buffers alone
+            changing = changing and versions != _versions(self.model_info)  # most models leave their buffers alone
             if turns[-1].form != turns[0].form:
                 raise LossError(
                     f"encode returned {turns[-1].form} for one micro-batch and {turns[0].form} for another. Return "
@@ -151,7 +156,7 @@ def _close(a: Tensor, b: Tensor) -> bool:
     return bool(apart <= tolerance * torch.linalg.vector_norm(b.detach().float())) or not bool(torch.isfinite(apart))
 
 
-def _versions(survey: Survey) -> list[tuple[int, int]]:
+def _versions(model_info: ModelInfo) -> list[tuple[int, int]]:
     """Numbers that change whenever a buffer is written into, or another put in its place."""
-    buffers = (owned.module._buffers.get(owned.name) for owned in survey.buffers)
+    buffers = (owned.module._buffers.get(owned.name) for owned in model_info.buffers)
     return [(id(buffer), buffer._version) for buffer in buffers if buffer is not None]

@@ -16,7 +16,7 @@ from torch import Tensor
 from wholebatch.errors import LossError
 from wholebatch.loss.counts import power_of_two
 from wholebatch.loss.terms import read
-from wholebatch.loss.totals import Sums, Tally
+from wholebatch.loss.totals import LossAccumulator, LossTotals
 from wholebatch.model.gradients import scale_
 
 
@@ -42,11 +42,11 @@ class Boundary:
 
     def __init__(self) -> None:
         self._provisional = 0.0
-        self._tally = Tally()
+        self._tally = LossAccumulator()
 
     def forget(self) -> None:
         """Begin a window anew."""
-        self._tally = Tally()
+        self._tally = LossAccumulator()
 
     def share(self, returned: Any, micro_batches: int) -> Tensor:
         """Return a number with the value of this micro-batch's loss, and with the gradient of its provisional share.
@@ -88,7 +88,7 @@ class Boundary:
         Raises:
             LossError: if nothing went through `share`, so that the loop went back from numbers of its own.
         """
-        here, self._tally = self._tally.sums(), Tally()
+        here, self._tally = self._tally.sums(), LossAccumulator()
         heard = [(schema, numbers) for schema, numbers in everywhere((here.schema, here.numbers(here.schema)))]
         schema = next((schema for schema, _ in heard if schema.terms), None)
         held = [parameter.grad for parameter in parameters if parameter.grad is not None]
@@ -99,7 +99,9 @@ class Boundary:
                 "The loop went back from a bare number, and over what that averages is not known. Say it: return "
                 "wb.mean(values, weights) or wb.from_mean(loss, items=n), and let this integration make a number of it."
             )
-        whole = Sums.of_numbers(schema, torch.stack([numbers for theirs, numbers in heard if theirs.terms]).sum(0))
+        whole = LossTotals.of_numbers(
+            schema, torch.stack([numbers for theirs, numbers in heard if theirs.terms]).sum(0)
+        )
         items = float(whole.denominator(*schema.terms[0]))
         if items:
             scale_(held, self._provisional * len(heard) / items)

@@ -34,7 +34,7 @@ from wholebatch.integrations.infer_denominator import (
 )
 from wholebatch.integrations.moe_balance import Load, Router, load_of, recognise_router
 from wholebatch.integrations.side_effects import Kept
-from wholebatch.loss.terms import Answer, Mean, from_mean, read, total
+from wholebatch.loss.terms import Mean, ParsedLoss, from_mean, read, total
 from wholebatch.model.state import State
 
 ENOUGH = 4_000_000
@@ -242,7 +242,7 @@ class Meaning:
         known = reading is not None and reading.router is None and not reading.shared
         return self.count([inputs]) if known else None
 
-    def answer(self, loss: Any, inputs: Inputs, items: Tensor | None) -> Answer | None:
+    def answer(self, loss: Any, inputs: Inputs, items: Tensor | None) -> ParsedLoss | None:
         """Read what `compute_loss` returned for an evaluation batch; None for a number that says nothing."""
         if not is_number(loss):
             return read(loss, rows=1)

@@ -29,7 +29,7 @@ from wholebatch.integrations.infer_denominator import Counter, has_rows, targets
 from wholebatch.integrations.streams import draw, refuse_repeats
 from wholebatch.integrations.trainer_loss import Meaning, is_number
 from wholebatch.integrations.watching import FirstWindow
-from wholebatch.loss.totals import Schema, Sums, Tally
+from wholebatch.loss.totals import LossAccumulator, LossTotals, Schema
 from wholebatch.options import Options, checked
 
 T = TypeVar("T", bound=transformers.Trainer)
@@ -322,7 +322,7 @@ class _Outside(transformers.Trainer):
     _items: Counter | None
     _shares: _Shares | None
     _waiting: _Waiting | None
-    _tally: Tally | None = None
+    _tally: LossAccumulator | None = None
     _is_whole: bool
     _stays: bool
 
@@ -402,7 +402,7 @@ class _Outside(transformers.Trainer):
         metric_key_prefix: str = "eval",
     ) -> Any:
         """Average the loss over what it averages over in all of the data, not over batches."""
-        tally = self._tally = Tally()
+        tally = self._tally = LossAccumulator()
         try:
             output = super().evaluation_loop(
                 dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
@@ -413,7 +413,7 @@ class _Outside(transformers.Trainer):
         heard = [(schema, numbers) for schema, numbers in everywhere((here.schema, here.numbers(here.schema)))]
         schema, name = heard[0][0], f"{metric_key_prefix}_loss"
         if output.metrics is not None and name in output.metrics and schema != Schema():
-            whole = Sums.of_numbers(schema, torch.stack([numbers for _, numbers in heard]).sum(0))
+            whole = LossTotals.of_numbers(schema, torch.stack([numbers for _, numbers in heard]).sum(0))
             output.metrics[name] = float(whole.report(None)["loss"])
         return output
 

@@ -48,7 +48,7 @@ def exact(trainer: type[T], flush: Literal["end", "never"] = "end", **options: U
         'ExactDetectionTrainer'
     """
     settings = {"_options": options, "_flush": flush}
-    return cast("type[T]", type(f"Exact{trainer.__name__}", (_Whole, trainer), settings))
+    return cast("type[T]", type(f"Exact{trainer.__name__}", (_WholeWindow, trainer), settings))
 
 
 class _Later:
@@ -69,7 +69,7 @@ class _Later:
         getattr(self.own, "update", int)()
 
 
-class _Whole(BaseTrainer):
+class _WholeWindow(BaseTrainer):
     """The steps of a window; stands above the trainer."""
 
     _options: ClassVar[Options] = {}
@@ -128,7 +128,7 @@ class _Whole(BaseTrainer):
 
         def loss_fn(model: Any, batch: dict[str, Any]) -> Any:
             with torch.autocast(self.device.type, dtype=kind, enabled=bool(self.amp)):
-                batch = super(_Whole, self).preprocess_batch(dict(batch))
+                batch = super(_WholeWindow, self).preprocess_batch(dict(batch))
                 return _terms(self._later.own, model(batch["img"]), batch, images, few)
 
         self._hook.remove()  # exact BatchNorm runs the model's own code, which a hook would change

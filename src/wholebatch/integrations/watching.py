@@ -11,7 +11,7 @@ from wholebatch.batch.window import MicroBatch
 from wholebatch.errors import InexactError
 from wholebatch.gradient.preconditions import refuse_inexact, refuse_moved
 from wholebatch.model.gradients import nodes_of
-from wholebatch.model.inspection import Survey, uses_batch_statistics
+from wholebatch.model.inspection import ModelInfo, uses_batch_statistics
 from wholebatch.model.state import State
 from wholebatch.options import Options
 
@@ -45,13 +45,13 @@ class FirstWindow:
             return
         self._micro_batches = micro_batches
         together = nn.ModuleList(models)
-        survey = Survey(together if len(models) > 1 else models[0])
+        model_info = ModelInfo(together if len(models) > 1 else models[0])
         if hooks:
             micro_batch = MicroBatch(lambda index: None, range(1))
-            refuse_inexact(survey, [micro_batch, micro_batch], {**self._options, "batch_norm": "micro"})
-        layers = [survey.path(each) for each in survey.modules if uses_batch_statistics(each) and each.training]
+            refuse_inexact(model_info, [micro_batch, micro_batch], {**self._options, "batch_norm": "micro"})
+        layers = [model_info.path(each) for each in model_info.modules if uses_batch_statistics(each) and each.training]
         self._refuse_statistics(layers)
-        self._start = State(survey)
+        self._start = State(model_info)
 
     def look(self, *losses: Any) -> None:
         """Look at what a micro-batch's losses were computed by.

@@ -12,8 +12,8 @@ from torch import Tensor
 from wholebatch.errors import InexactError, LossError
 from wholebatch.loss.counts import Count, power_of_two, precise
 from wholebatch.loss.graphs import values_summed
-from wholebatch.loss.terms import Answer, Mean, TermKey
-from wholebatch.loss.totals import KNOWN, Sums
+from wholebatch.loss.terms import Mean, ParsedLoss, TermKey
+from wholebatch.loss.totals import KNOWN, LossTotals
 
 Divisors = dict[TermKey, Count]
 
@@ -34,22 +34,22 @@ class Denominators(Protocol):
     def guess(self) -> float:
         """The number to agree on with other ranks; 0 for none, or one that is agreed already."""
 
-    def adopt(self, number: float) -> None:
+    def use_agreed(self, number: float) -> None:
         """Divide by the number that all ranks have agreed on."""
 
-    def admit(self, answer: Answer, extent: float) -> bool:
+    def observe(self, answer: ParsedLoss, extent: float) -> bool:
         """Take note of an answer before its backward; False if every denominator must be known first."""
 
     def correction(self) -> float:
         """Take the factor that what was propagated before the last answer is to be given now."""
 
-    def of(self, answer: Answer) -> Divisors:
+    def of(self, answer: ParsedLoss) -> Divisors:
         """Return what each term of the answer is divided by now."""
 
-    def check(self, sums: Sums) -> None:
+    def check(self, sums: LossTotals) -> None:
         """Raise if this rank's own counts are not what was said of them beforehand."""
 
-    def settle(self, sums: Sums) -> Count:
+    def settle(self, sums: LossTotals) -> Count:
         """Learn the sums of all ranks; return the factor that what was propagated so far is still to be given."""
 
 
@@ -86,9 +86,9 @@ class Provisional:
         self._items = self._share = 0.0
         self._correction = 1.0
         self._agreed = False
-        self._true: Sums | None = None
+        self._true: LossTotals | None = None
 
-    def admit(self, answer: Answer, extent: float) -> bool:
+    def observe(self, answer: ParsedLoss, extent: float) -> bool:
         pattern = _pattern(answer)
         if pattern is not None:
             averaged = [term for term in answer.terms.values() if term.kind not in KNOWN]
@@ -124,7 +124,7 @@ class Provisional:
         """What is divided by while nothing has been counted."""
         return max(_places(term) * extent, self._extent)
 
-    def of(self, answer: Answer) -> Divisors:
+    def of(self, answer: ParsedLoss) -> Divisors:
         if self._true is not None:
             return counted_divisors(self._true, answer)
         known = {"one": 1.0, "once": float(self._world)}
@@ -135,15 +135,15 @@ class Provisional:
         """Say this rank's share of the number to agree on."""
         return 0.0 if self._agreed or self._pattern is None else float(self._number)
 
-    def adopt(self, number: float) -> None:
+    def use_agreed(self, number: float) -> None:
         """Divide by the sum of all ranks' guesses from now on."""
         if number:
             self._number, self._agreed = float(power_of_two(number)), True
 
-    def check(self, sums: Sums) -> None:
+    def check(self, sums: LossTotals) -> None:
         return None
 
-    def settle(self, sums: Sums) -> Count:
+    def settle(self, sums: LossTotals) -> Count:
         if self._exact_last:
             self._true = sums
         averaged = [key for key, kind in sums.schema.terms if kind not in KNOWN]
@@ -172,28 +172,28 @@ class Known:
 
     def __init__(
         self,
-        everywhere: Callable[[Answer], Divisors],
-        here: Callable[[Answer], Divisors],
+        everywhere: Callable[[ParsedLoss], Divisors],
+        here: Callable[[ParsedLoss], Divisors],
         source: str,
-        before: Sums | None = None,
+        before: LossTotals | None = None,
     ) -> None:
         self._everywhere, self._here, self._source, self._before = everywhere, here, source, before
         self._expected: Divisors = {}
 
-    def adopt(self, number: float) -> None:
+    def use_agreed(self, number: float) -> None:
         return None
 
     def correction(self) -> float:
         return 1.0
 
-    def admit(self, answer: Answer, extent: float) -> bool:
+    def observe(self, answer: ParsedLoss, extent: float) -> bool:
         self._expected.update(self._here(answer))
         return True
 
-    def of(self, answer: Answer) -> Divisors:
+    def of(self, answer: ParsedLoss) -> Divisors:
         return self._everywhere(answer)
 
-    def check(self, sums: Sums) -> None:
+    def check(self, sums: LossTotals) -> None:
         for key, kind in sums.schema.terms:
             found, expected = sums.counts[key], self._expected.get(key, 0.0)
             if kind in KNOWN or isinstance(found, Tensor) or isinstance(expected, Tensor):
@@ -207,11 +207,11 @@ class Known:
         if self._before is not None:
             _same_answers(self._before, sums)
 
-    def settle(self, sums: Sums) -> Count:
+    def settle(self, sums: LossTotals) -> Count:
         return 1.0
 
 
-def stated_divisors(sums: Sums, answer: Answer) -> Divisors:
+def stated_divisors(sums: LossTotals, answer: ParsedLoss) -> Divisors:
     """Look the terms of an answer up among the counts that ``items=`` stated, by name or position.
 
     Raises:
@@ -232,7 +232,7 @@ def stated_divisors(sums: Sums, answer: Answer) -> Divisors:
     return {key: counts[places[key[0]]] if key in averaged else 1.0 for key in answer.terms}
 
 
-def uniform(sums: Sums, world: int) -> bool:
+def uniform(sums: LossTotals, world: int) -> bool:
     """Tell whether one common factor mends what ranks propagated with numbers of their own."""
     kinds = {kind for _, kind in sums.schema.terms}
     counts = {sums.denominator(key, kind) for key, kind in sums.schema.terms if kind != "one"}
@@ -241,7 +241,7 @@ def uniform(sums: Sums, world: int) -> bool:
     return kinds == {"mean"} and len(counts) == 1
 
 
-def _same_answers(before: Sums, now: Sums) -> None:
+def _same_answers(before: LossTotals, now: LossTotals) -> None:
     """Notice a loss function that answers differently the second time; on a device that would mean to wait for it."""
     if any(isinstance(count, Tensor) for count in now.counts.values()):
         return
@@ -261,7 +261,7 @@ def _places(term: Mean) -> float:
     return float(given if given > 1 else values_summed(term) or 1)
 
 
-def _pattern(answer: Answer) -> frozenset[TermKey] | None:
+def _pattern(answer: ParsedLoss) -> frozenset[TermKey] | None:
     """Which terms one provisional number serves; None if it takes several."""
     averaged = frozenset([key for key, term in answer.terms.items() if term.kind not in KNOWN])
     if len(answer.terms) == 1:
@@ -270,7 +270,7 @@ def _pattern(answer: Answer) -> frozenset[TermKey] | None:
     return None if len(groups) > 1 or (groups and len(averaged) < len(answer.terms)) else averaged
 
 
-def counted_divisors(sums: Sums, answer: Answer) -> Divisors:
+def counted_divisors(sums: LossTotals, answer: ParsedLoss) -> Divisors:
     """Look the terms of an answer up among sums that were counted beforehand.
 
     Raises:

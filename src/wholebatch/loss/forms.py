@@ -11,7 +11,7 @@ from wholebatch.errors import LossError
 from wholebatch.loss.counts import Count
 from wholebatch.loss.flags import Flags
 from wholebatch.loss.graphs import ignored_targets
-from wholebatch.loss.terms import Answer, Mean, TermKey
+from wholebatch.loss.terms import Mean, ParsedLoss, TermKey
 
 CLOSE = {torch.float64: 1e-9}
 """How far apart, relative, a value that exists once may come out in two micro-batches, where not 1e-5."""
@@ -30,7 +30,7 @@ class Forms:
         self.flags = Flags()
         self._pattern: tuple[tuple[str, float | None], ...] = ()
 
-    def check(self, answer: Answer) -> None:
+    def check(self, answer: ParsedLoss) -> None:
         """Note an answer.
 
         Raises:

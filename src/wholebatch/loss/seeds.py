@@ -9,13 +9,13 @@ from torch.amp import GradScaler
 from wholebatch.errors import LossError
 from wholebatch.loss.counts import Count, precise
 from wholebatch.loss.denominators import Denominators, Divisors
-from wholebatch.loss.terms import Answer, TermKey
+from wholebatch.loss.terms import ParsedLoss, TermKey
 from wholebatch.loss.totals import KNOWN
 
 Seeds = list["Tensor | None"]
 
 
-class Shares:
+class BackwardSeeds:
     """Works out what a micro-batch's backward starts from.
 
     A backward that starts from ``weight / denominator`` at a term's sum needs no division in its graph.
@@ -32,7 +32,7 @@ class Shares:
         self._units: dict[tuple[torch.device, torch.dtype], Tensor] = {}
         self._made: dict[tuple[torch.device, torch.dtype, float], Tensor] = {}
 
-    def of(self, answer: Answer, denominators: Denominators) -> tuple[list[Tensor], Seeds]:
+    def of(self, answer: ParsedLoss, denominators: Denominators) -> tuple[list[Tensor], Seeds]:
         """Return the tensors to go back from, and what to begin with at each; none for an answer that is constant."""
         divisors = denominators.of(answer)
         empty = _empty(divisors) if self._drops_empty and len(divisors) > 1 else ()
@@ -79,7 +79,7 @@ class Shares:
         return self._units[place]
 
 
-def weighted(answer: Answer) -> dict[TermKey, tuple[Tensor, float]]:
+def weighted(answer: ParsedLoss) -> dict[TermKey, tuple[Tensor, float]]:
     """Split each weighted term into a tensor to go back from and a number to begin with."""
     return {
         key: (term.total, term.weight) if isinstance(term.weight, float) else (term.total * term.weight, 1.0)
@@ -93,6 +93,6 @@ def _empty(divisors: Divisors) -> set[TermKey]:
     return empty if len(empty) < len(divisors) else set()
 
 
-def _has_items(answer: Answer) -> bool:
+def _has_items(answer: ParsedLoss) -> bool:
     counts = [term.count for term in answer.terms.values() if term.kind not in KNOWN]
     return not counts or any(isinstance(count, Tensor) or count != 0 for count in counts)

@@ -11,13 +11,13 @@ from torch import Tensor
 
 from wholebatch.errors import LossError
 from wholebatch.loss.graphs import values_are_chosen, values_are_made_of_many_rows, values_come_by_rows
-from wholebatch.loss.terms import Answer, Mean
+from wholebatch.loss.terms import Mean, ParsedLoss
 
 DEPTH = 6
 """How many containers inside of each other are looked through for masks and labels."""
 
 
-class _Noted(NamedTuple):
+class _NotedValues(NamedTuple):
     """One micro-batch's values: what they are like, and what the graph and the micro-batch say to their number."""
 
     rows: int
@@ -42,10 +42,10 @@ class Shapes:
     """
 
     def __init__(self) -> None:
-        self._noted: dict[object, list[_Noted]] = {}
+        self._noted: dict[object, list[_NotedValues]] = {}
         self._rows: dict[tuple[object, torch.Size], set[int]] = {}
 
-    def note(self, answer: Answer | None, rows: int, micro_batch: Any) -> None:
+    def note(self, answer: ParsedLoss | None, rows: int, micro_batch: Any) -> None:
         """Take note of one micro-batch's bare tensors."""
         if answer is None or rows < 2:
             return
@@ -68,7 +68,7 @@ class Shapes:
                 raise LossError(_refusal(noted[-1]))
 
     def _note(self, key: object, term: Mean, rows: int, micro_batch: Any) -> None:
-        new = _Noted(rows, _shape_of(term))
+        new = _NotedValues(rows, _shape_of(term))
         same = self._rows.setdefault((key, new.shape), set())
         same.add(rows)
         if rows not in new.shape:
@@ -78,7 +78,7 @@ class Shapes:
         self._noted.setdefault(key, []).append(new)
 
 
-def _explained(term: Mean, noted: _Noted, micro_batch: Any) -> bool:
+def _explained(term: Mean, noted: _NotedValues, micro_batch: Any) -> bool:
     """Look for what else makes the number right, the graph first: a mask on a device has to be waited for."""
     size = noted.shape[0]
     if values_are_chosen(term) or (noted.rows % size and values_come_by_rows(term)):
@@ -90,13 +90,13 @@ def _shape_of(term: Mean) -> torch.Size:
     return term.source if isinstance(term.source, torch.Size) else torch.Size()
 
 
-def _varies(noted: Sequence[_Noted]) -> bool:
+def _varies(noted: Sequence[_NotedValues]) -> bool:
     """Whether micro-batches of equal rows had different numbers of values, so that the data has chosen them."""
     found: dict[int, torch.Size] = {}
     return any(found.setdefault(each.rows, each.shape) != each.shape for each in noted)
 
 
-def _stays(noted: Sequence[_Noted]) -> bool:
+def _stays(noted: Sequence[_NotedValues]) -> bool:
     """Whether the shape was the same for different numbers of rows, and nothing explains it."""
     same = len({each.shape for each in noted}) == 1 and len({each.rows for each in noted}) > 1
     return same and not all(each.explained for each in noted[1:] if each.rows != noted[0].rows)
@@ -144,7 +144,7 @@ def _chosen_by(tensor: Tensor) -> Iterator[int]:
         yield int(tensor.sum()) - len(tensor)
 
 
-def _refusal(noted: _Noted) -> str:
+def _refusal(noted: _NotedValues) -> str:
     shape, rows = tuple(noted.shape), noted.rows
     if noted.shape.numel() == 1:
         found = f"one element for a micro-batch of {rows} rows"

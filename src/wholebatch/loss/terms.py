@@ -240,7 +240,7 @@ def from_mean(loss: Tensor, items: Count) -> Mean:
 
 
 @dataclass(frozen=True)
-class Answer:
+class ParsedLoss:
     """What the loss function said about one micro-batch, taken apart."""
 
     terms: dict[TermKey, Mean]
@@ -253,12 +253,12 @@ class Answer:
         numbers: dict[tuple[object, ...], int] = {}
         return {key: numbers.setdefault(term.group, len(numbers)) for key, term in self.terms.items()}
 
-    def without(self, keys: Collection[TermKey]) -> Answer:
+    def without(self, keys: Collection[TermKey]) -> ParsedLoss:
         """Leave some terms out."""
         return replace(self, terms={key: term for key, term in self.terms.items() if key not in keys})
 
 
-def read(returned: object, rows: int = 1) -> Answer | None:
+def read(returned: object, rows: int = 1) -> ParsedLoss | None:
     """Read what a loss function returned for a micro-batch.
 
     Args:
@@ -274,14 +274,14 @@ def read(returned: object, rows: int = 1) -> Answer | None:
         returned, stated = returned
         metrics = {name: _metric(name, value, rows) for name, value in _named(stated).items()}
     if returned is None:
-        return Answer({}, metrics, named=False) if metrics else None
+        return ParsedLoss({}, metrics, named=False) if metrics else None
     if isinstance(returned, Mapping):
         _refuse_outputs(returned)
         named: dict[TermKey, Mean] = {
             (name, j): part for name, value in _named(returned).items() for j, part in enumerate(_parts(value, rows))
         }
-        return Answer(named, metrics, named=True)
-    return Answer({(i, 0): part for i, part in enumerate(_parts(returned, rows))}, metrics, named=False)
+        return ParsedLoss(named, metrics, named=True)
+    return ParsedLoss({(i, 0): part for i, part in enumerate(_parts(returned, rows))}, metrics, named=False)
 
 
 def _refuse_outputs(returned: Mapping[Any, object]) -> None:

@@ -13,7 +13,7 @@ from wholebatch.errors import LossError, SyncError
 from wholebatch.loss.counts import Count
 from wholebatch.loss.flags import Flags
 from wholebatch.loss.forms import Forms
-from wholebatch.loss.terms import Answer, Mean, TermKey, plain_count
+from wholebatch.loss.terms import Mean, ParsedLoss, TermKey, plain_count
 
 KNOWN = ("one", "once")
 """The kinds of terms whose denominator does not depend on the batch."""
@@ -44,7 +44,7 @@ class Schema:
 
 
 @dataclass
-class Sums:
+class LossTotals:
     """Totals and counts over a window: of this rank's micro-batches, or of all ranks' after the agreement."""
 
     schema: Schema = field(default_factory=Schema)
@@ -76,7 +76,7 @@ class Sums:
         return torch.tensor([float(n) for n in numbers], dtype=torch.float64)
 
     @classmethod
-    def of_numbers(cls, schema: Schema, numbers: Tensor) -> Sums:
+    def of_numbers(cls, schema: Schema, numbers: Tensor) -> LossTotals:
         """Read sums from a message."""
         sums, rest = cls(schema), iter(numbers.unbind())
         for key, _ in schema.terms:
@@ -124,7 +124,7 @@ class Sums:
         return returned
 
 
-class _Noted(NamedTuple):
+class _NotedTerm(NamedTuple):
     """What is kept of a term: detached, so that its graph can go."""
 
     kind: str
@@ -166,7 +166,7 @@ class Sizes(Sequence[MicroBatchSize]):
         self,
         schema: Schema | None = None,
         indices: Sequence[Sequence[int]] = (),
-        terms: Sequence[Mapping[TermKey, _Noted]] = (),
+        terms: Sequence[Mapping[TermKey, _NotedTerm]] = (),
     ) -> None:
         self._schema, self._indices, self._terms = schema or Schema(), indices, terms
 
@@ -183,22 +183,22 @@ class Sizes(Sequence[MicroBatchSize]):
             return [self[each] for each in range(len(self))[place]]
         terms = self._terms[place] if self._terms else {}
         counts = {key: terms[key].items if key in terms else 0.0 for key, _ in self._schema.terms}
-        return MicroBatchSize(self._indices[place], Sums(self._schema, counts=counts).items())
+        return MicroBatchSize(self._indices[place], LossTotals(self._schema, counts=counts).items())
 
     def __repr__(self) -> str:
         return f"Sizes(rows={[len(index) for index in self._indices]})"
 
 
-class Tally:
+class LossAccumulator:
     """Collects what the loss function says, micro-batch by micro-batch, without reading a number from the device."""
 
     def __init__(self) -> None:
         self._indices: list[Sequence[int]] = []
-        self._terms: list[dict[TermKey, _Noted]] = []
-        self._metrics: list[dict[str, _Noted]] = []
+        self._terms: list[dict[TermKey, _NotedTerm]] = []
+        self._metrics: list[dict[str, _NotedTerm]] = []
         self._forms = Forms()
 
-    def add(self, answer: Answer | None, index: Sequence[int] = ()) -> Answer | None:
+    def add(self, answer: ParsedLoss | None, index: Sequence[int] = ()) -> ParsedLoss | None:
         """Note one micro-batch's sums; return what of it is to be learned from.
 
         Args:
@@ -239,12 +239,12 @@ class Tally:
         """Say what each micro-batch held, of the terms that the whole batch has."""
         return Sizes(schema, self._indices, self._terms)
 
-    def sums(self) -> Sums:
+    def sums(self) -> LossTotals:
         """Add up what was noted."""
         terms, metrics = _by_key(self._terms), _by_key(self._metrics)
         kinds = tuple((key, notes[0].kind) for key, notes in terms.items())
         metric_kinds = tuple((name, notes[0].kind) for name, notes in metrics.items())
-        sums = Sums(Schema(bool(self._forms.named), kinds, metric_kinds))
+        sums = LossTotals(Schema(bool(self._forms.named), kinds, metric_kinds))
         for key, notes in terms.items():
             sums.totals[key] = _sum([note.total for note in notes])
             sums.weighted[key] = _weighted(notes, sums.totals[key])
@@ -265,7 +265,7 @@ class Tally:
         return next(terms[key].total for terms in self._terms if key in terms)
 
 
-def stated_sums(answers: Iterable[Any]) -> Sums:
+def stated_sums(answers: Iterable[Any]) -> LossTotals:
     """Add up what ``items=`` returned for each micro-batch: counts under names or in the order of the terms.
 
     Raises:
@@ -280,7 +280,7 @@ def stated_sums(answers: Iterable[Any]) -> Sums:
         for place, count in pairs:
             counts.setdefault((place, 0), []).append(_stated_number(count))
     schema = Schema(named=any(isinstance(place, str) for place, _ in counts), terms=tuple((k, "mean") for k in counts))
-    return Sums(schema, counts={key: count_total(found) for key, found in counts.items()})
+    return LossTotals(schema, counts={key: count_total(found) for key, found in counts.items()})
 
 
 def quotient(total: Tensor, count: Count) -> Tensor:
@@ -301,25 +301,25 @@ def count_total(counts: Sequence[Count]) -> Count:
 K = TypeVar("K")
 
 
-def _by_key(notes: Sequence[Mapping[K, _Noted]]) -> dict[K, list[_Noted]]:
-    found: dict[K, list[_Noted]] = {}
+def _by_key(notes: Sequence[Mapping[K, _NotedTerm]]) -> dict[K, list[_NotedTerm]]:
+    found: dict[K, list[_NotedTerm]] = {}
     for each in notes:
         for key, note in each.items():
             found.setdefault(key, []).append(note)
     return found
 
 
-def _noted(term: Mean) -> _Noted:
+def _noted(term: Mean) -> _NotedTerm:
     kind = term.kind if term.kind in KNOWN else "mean"
     weight = term.weight.detach() if isinstance(term.weight, Tensor) else term.weight
-    return _Noted(kind, term.total.detach(), weight, term.count)
+    return _NotedTerm(kind, term.total.detach(), weight, term.count)
 
 
 def _sum(totals: Sequence[Tensor]) -> Tensor:
     return totals[0] if len(totals) == 1 else torch.stack(list(totals)).sum()
 
 
-def _weighted(notes: Sequence[_Noted], total: Tensor) -> Tensor:
+def _weighted(notes: Sequence[_NotedTerm], total: Tensor) -> Tensor:
     first = notes[0].weight
     if isinstance(first, float) and all(isinstance(note.weight, float) and note.weight == first for note in notes):
         return total if first == 1.0 else total * first

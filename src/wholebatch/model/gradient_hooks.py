@@ -8,20 +8,20 @@ from typing import Any
 from torch import Tensor
 from torch.nn.modules import module as modules
 
-from wholebatch.model.inspection import Survey
+from wholebatch.model.inspection import ModelInfo
 
 EVERYWHERE = ("_global_backward_hooks", "_global_backward_pre_hooks")
 """Where torch keeps the hooks of all modules."""
 
 
-def hooks_that_read(survey: Survey, parameters: Iterable[Tensor]) -> list[Callable[..., Any]]:
+def hooks_that_read(model_info: ModelInfo, parameters: Iterable[Tensor]) -> list[Callable[..., Any]]:
     """List the hooks of modules and parameters that see gradients while they flow.
 
     Per-sample clipping, curvature factors and measures of noise read them there. A hook on the graph's own nodes shows
     nowhere.
     """
     found = [hooks for name in EVERYWHERE if (hooks := getattr(modules, name, None))]
-    for module in (*survey.modules, *survey.outside):
+    for module in (*model_info.modules, *model_info.outside):
         found += [hooks for hooks in (module._backward_hooks, module._backward_pre_hooks) if hooks]
     found += [parameter._backward_hooks for parameter in parameters if parameter._backward_hooks]
     return [hook for hooks in found for hook in hooks.values()]

@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from wholebatch.errors import LossError
 from wholebatch.loss.counts import Count, is_half, precise
-from wholebatch.model.inspection import Survey
+from wholebatch.model.inspection import ModelInfo
 
 Mark: TypeAlias = "dict[int, tuple[tuple[Tensor | None, int], tuple[Tensor | None, int]]]"
 """For each parameter its sums in ``.grad`` and in wider buffers, and how often they had been written to."""
@@ -24,7 +24,7 @@ Mark: TypeAlias = "dict[int, tuple[tuple[Tensor | None, int], tuple[Tensor | Non
 NOTHING = ((None, -1), (None, -1))
 
 
-class Gradients:
+class GradientAccumulator:
     """The gradients of one window, kept apart from what stood in ``.grad`` before it.
 
     The window's own sum may be multiplied or dropped without touching what the user had accumulated. Until the window
@@ -286,7 +286,7 @@ def _written(total: Tensor | None) -> tuple[Tensor | None, int]:
 T = TypeVar("T")
 
 
-def all_or_nothing(work: Callable[[Gradients], T]) -> T:
+def all_or_nothing(work: Callable[[GradientAccumulator], T]) -> T:
     """Run what adds to ``.grad``. If it raises, at whatever line, every ``.grad`` is as it was before.
 
     Example:
@@ -302,7 +302,7 @@ def all_or_nothing(work: Callable[[Gradients], T]) -> T:
         ...     print(weight.grad)
         tensor([1.])
     """
-    gradients, learns = Gradients(), torch.is_grad_enabled()
+    gradients, learns = GradientAccumulator(), torch.is_grad_enabled()
     try:
         result = work(gradients)
         gradients.open = False  # not by a call: an interrupt could come between its end and ours
@@ -313,18 +313,18 @@ def all_or_nothing(work: Callable[[Gradients], T]) -> T:
             gradients.take_back()
 
 
-class _Running(threading.local):
+class _RunningWindows(threading.local):
     """The windows of a thread that are on their way."""
 
     def __init__(self) -> None:
-        self.windows: WeakSet[Gradients] = WeakSet()
+        self.windows: WeakSet[GradientAccumulator] = WeakSet()
 
 
-_RUNNING = _Running()
+_RUNNING = _RunningWindows()
 """So that a window inside of another one is noticed. Nothing else depends on it."""
 
 
-def _refuse_window_inside(gradients: Gradients) -> None:
+def _refuse_window_inside(gradients: GradientAccumulator) -> None:
     for other in _RUNNING.windows:
         shared = len(gradients._own & other._own) if other.running else 0
         if shared:
@@ -365,16 +365,16 @@ def leaves_of(outputs: Iterable[Tensor]) -> list[Tensor]:
     return [leaf for leaf in leaves if leaf is not None]
 
 
-def foreign_leaves(outputs: Sequence[Tensor], survey: Survey) -> list[Tensor]:
+def external_parameters(outputs: Sequence[Tensor], model_info: ModelInfo) -> list[Tensor]:
     """List the leaves outside of the model that a backward pass from these outputs would reach, or may."""
-    found = {id(leaf): leaf for leaf in leaves_of(outputs) if id(leaf) not in survey.own}
-    if survey.leaves and reentrant(outputs):
+    found = {id(leaf): leaf for leaf in leaves_of(outputs) if id(leaf) not in model_info.own}
+    if model_info.leaves and reentrant(outputs):
         # What a reentrant checkpoint reaches does not show in the graph: it may be whatever the loss function names.
-        found.update((id(leaf), leaf) for leaf in survey.leaves if id(leaf) not in survey.own)
+        found.update((id(leaf), leaf) for leaf in model_info.leaves if id(leaf) not in model_info.own)
     if not found:
         return []
     # A sharded model has other parameters by now: those that its forward has gathered.
-    gathered = {id(parameter) for parameter in survey.model.parameters()}
+    gathered = {id(parameter) for parameter in model_info.model.parameters()}
     return [leaf for leaf in found.values() if id(leaf) not in gathered]
 
 
@@ -451,7 +451,7 @@ def _bits(dtype: torch.dtype) -> int:
 
 def device_of(model: nn.Module) -> torch.device | None:
     """Name the one device of a model's parameters and buffers; None if it has several or none."""
-    return Survey(model).device
+    return ModelInfo(model).device
 
 
 def _on(factor: Count, device: torch.device, dtype: torch.dtype) -> Count:

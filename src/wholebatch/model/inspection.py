@@ -25,7 +25,7 @@ def uses_batch_statistics(module: nn.Module) -> bool:
     return isinstance(module, kind) and (module.training or module.running_mean is None)
 
 
-class Survey:
+class ModelInfo:
     """The modules, parameters and buffers of a model, each once, from a single walk.
 
     A walk through a large model takes as long as some of its layers, and a window asks several questions of it.

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from wholebatch.model.holders import Holder, Registered, holders_of, is_framework
-from wholebatch.model.inspection import Survey
+from wholebatch.model.inspection import ModelInfo
 from wholebatch.model.origin import container_of, is_array, is_generator
 from wholebatch.model.state import State
 
@@ -54,7 +54,7 @@ class Snapshot:
     experiments, not for every window. Gradients are left alone.
 
     Args:
-        survey: of the model and of the modules that run with it.
+        model_info: of the model and of the modules that run with it.
         functions: the loss function, and others that are called on the way.
         keep: how many bytes of tensors may be copied, small ones first; larger ones are only compared.
 
@@ -71,11 +71,14 @@ class Snapshot:
         0
     """
 
-    def __init__(self, survey: Survey, *functions: Callable[..., Any], keep: int = KEPT) -> None:
-        self._random = State(survey, buffers=False)
+    def __init__(self, model_info: ModelInfo, *functions: Callable[..., Any], keep: int = KEPT) -> None:
+        self._random = State(model_info, buffers=False)
         self._held: list[tuple[Holder, dict[Hashable, Any]]] = []
         self._contents: dict[int, _Content] = {}
-        roots: list[tuple[str, Any]] = [*survey.model.named_modules(), *((type(m).__name__, m) for m in survey.outside)]
+        roots: list[tuple[str, Any]] = [
+            *model_info.model.named_modules(),
+            *((type(m).__name__, m) for m in model_info.outside),
+        ]
         roots += [(getattr(function, "__name__", type(function).__name__), function) for function in functions]
         self._look(roots)
         self._keep(keep)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from wholebatch.model.inspection import Survey
+from wholebatch.model.inspection import ModelInfo
 
 
 class State:
@@ -27,8 +27,8 @@ class State:
         buffers: whether its buffers are wanted.
     """
 
-    def __init__(self, model: nn.Module | Survey | None = None, buffers: bool = True) -> None:
-        self._survey = model if isinstance(model, Survey) else Survey(nn.Module() if model is None else model)
+    def __init__(self, model: nn.Module | ModelInfo | None = None, buffers: bool = True) -> None:
+        self._survey = model if isinstance(model, ModelInfo) else ModelInfo(nn.Module() if model is None else model)
         self._python = random.getstate()
         self._torch = torch.get_rng_state()
         self._devices = [(device, _generator_state(device)) for device in _accelerators(self._survey)]
@@ -75,7 +75,7 @@ class State:
 
 
 @contextmanager
-def left_alone(model: nn.Module | Survey) -> Iterator[State]:
+def left_alone(model: nn.Module | ModelInfo) -> Iterator[State]:
     """Leave random state and buffers as they are, however the block ends; gives what to go back to on the way."""
     state = State(model)
     try:
@@ -84,7 +84,7 @@ def left_alone(model: nn.Module | Survey) -> Iterator[State]:
         state.restore()
 
 
-class _Held(NamedTuple):
+class _KeptBuffer(NamedTuple):
     """One buffer, what it held, and how often it had been written to."""
 
     module: nn.Module
@@ -102,18 +102,18 @@ class _Held(NamedTuple):
         return not bool(((now == self.saved) | (now.isnan() & self.saved.isnan())).all())
 
 
-def _held(survey: Survey) -> list[_Held]:
+def _held(model_info: ModelInfo) -> list[_KeptBuffer]:
     """The buffers as they are now: a module may have put others in the place of those that were looked up."""
-    now = ((owned, owned.module._buffers.get(owned.name)) for owned in survey.buffers)
+    now = ((owned, owned.module._buffers.get(owned.name)) for owned in model_info.buffers)
     return [
-        _Held(owned.module, owned.name, buffer, buffer.detach().clone(), buffer._version)
+        _KeptBuffer(owned.module, owned.name, buffer, buffer.detach().clone(), buffer._version)
         for owned, buffer in now
         if buffer is not None
     ]
 
 
-def _accelerators(survey: Survey) -> list[torch.device]:
-    return sorted((device for device in survey.devices if device.type != "cpu"), key=str)
+def _accelerators(model_info: ModelInfo) -> list[torch.device]:
+    return sorted((device for device in model_info.devices if device.type != "cpu"), key=str)
 
 
 def _numpy_state() -> Any:

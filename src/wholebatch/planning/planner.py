@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from wholebatch.batch.sizes import Tokens
-from wholebatch.batch.tree import Nest, move
+from wholebatch.batch.tree import BatchTree, move
 from wholebatch.batch.window import MicroBatch, Window, micro_batches_of
 from wholebatch.errors import OutOfMemoryError, SplitError
 from wholebatch.gradient.separable import LossFunction, accumulate
 from wholebatch.model.checkpointing import checkpointed, find_blocks
-from wholebatch.model.gradients import Gradients, all_or_nothing, device_of
+from wholebatch.model.gradients import GradientAccumulator, all_or_nothing, device_of
 from wholebatch.model.memory import SavedBytes, is_out_of_memory, offloaded
 from wholebatch.model.state import left_alone
 from wholebatch.options import BACKWARD, Options, checked
@@ -225,7 +225,7 @@ def parts_of(model: nn.Module, optimizer: torch.optim.Optimizer | None = None, b
     learning = [p for p in parameters if p.requires_grad]
     states = optimizer.state.values() if optimizer is not None else ()
     optimized = sum(t.nbytes for held in states for t in held.values() if isinstance(t, Tensor))
-    inputs = [leaf.value for leaf in Nest(batch).leaves if isinstance(leaf.value, Tensor)]
+    inputs = [leaf.value for leaf in BatchTree(batch).leaves if isinstance(leaf.value, Tensor)]
     return {
         "weights": sum(t.nbytes for t in (*parameters, *buffers)),
         "gradients": sum(p.nbytes for p in learning),
@@ -390,7 +390,7 @@ class _Trial:
         peak = torch.cuda.max_memory_allocated(device) - before if saved is None else saved.peak
         return float(peak), seconds
 
-    def _without_trace(self, gradients: Gradients, micro_batch: Window[Any]) -> None:
+    def _without_trace(self, gradients: GradientAccumulator, micro_batch: Window[Any]) -> None:
         accumulate(self._model, self._loss_fn, micro_batch, None, gradients, **self._options)
         gradients.take_back()
 

@@ -23,8 +23,8 @@ from torch import Tensor
 
 from wholebatch.batch.window import MicroBatch
 from wholebatch.errors import SyncError
-from wholebatch.loss.totals import Schema, Sums
-from wholebatch.model.gradients import Gradients, gradient_dtype, scale_
+from wholebatch.loss.totals import LossTotals, Schema
+from wholebatch.model.gradients import GradientAccumulator, gradient_dtype, scale_
 from wholebatch.ranks.parting import all_here, cut, is_lost, leave_word, word_of
 
 CAPACITY = 48
@@ -76,7 +76,7 @@ class Agreement:
         micro_batches: how many micro-batches each rank said that it has.
     """
 
-    sums: Sums
+    sums: LossTotals
     recount: bool = False
     number: float = 0.0
     micro_batches: Sequence[int] = ()
@@ -90,7 +90,7 @@ class Ranks:
     """What the reduction of gradients divides their sum by."""
     views = False
     travel = Travel.LAST
-    lockstep = False
+    per_micro_batch = False
     """Whether forwards are collectives too, so that no rank can leave one out."""
     meets = False
     """Whether gradients flow between ranks in the middle of a backward, so that all must divide by the same number."""
@@ -114,7 +114,7 @@ class Ranks:
         """The parameters that the wrapper was told to leave out: every rank has its own, with a gradient of its own."""
         return []
 
-    def agree(self, status: Status, sums: Sums, number: float = 0.0, micro_batches: int = 0) -> Agreement:
+    def agree(self, status: Status, sums: LossTotals, number: float = 0.0, micro_batches: int = 0) -> Agreement:
         """Add sums up over ranks and learn how the others are.
 
         Raises:
@@ -125,7 +125,7 @@ class Ranks:
     def settle(self) -> None:
         """Note that all ranks go on to send gradients: they do not come to another agreement before."""
 
-    def conclude(self, gradients: Gradients) -> None:
+    def conclude(self, gradients: GradientAccumulator) -> None:
         """Note that gradients have travelled, and bring those to the batch that stay where they are."""
 
     def rounds(
@@ -139,7 +139,7 @@ class Ranks:
         """
         return iter(micro_batches)
 
-    def attend(self) -> None:
+    def run_dummy_forward(self) -> None:
         """Take part in the forward of this round if this rank has not done so yet."""
 
     def leaves(self) -> list[Tensor]:
@@ -150,18 +150,18 @@ class Ranks:
         """Tell whether a leaf that is no parameter of the model stands for one."""
         return False
 
-    def arm(self, outputs: Sequence[Tensor]) -> None:
+    def prepare_reducer(self, outputs: Sequence[Tensor]) -> None:
         """Make the backward from these outputs reduce all gradients."""
 
-    def idle(self) -> list[Tensor]:
+    def zero_output(self) -> list[Tensor]:
         """Return what to run a backward from so as to reduce what has been summed, with nothing to add."""
         return []
 
-    def reduce(self, gradients: Gradients) -> None:
+    def reduce(self, gradients: GradientAccumulator) -> None:
         """Average the window's sums over ranks as they lie, in their own precision, outside of any backward."""
 
 
-class Peers(Ranks):
+class ProcessGroups(Ranks):
     """The ranks of one or several process groups, all of which agree.
 
     Args:
@@ -201,7 +201,7 @@ class Peers(Ranks):
         self._next = Next.NOTHING
         if following is Next.AGREEMENT:
             with suppress(SyncError):  # the others are gone; the error on its way says what there is to say
-                self.agree(Status.FAILED, Sums())
+                self.agree(Status.FAILED, LossTotals())
         elif following is Next.COLLECTIVE and not all_here(self.groups, error):
             self._part(error)
 
@@ -209,7 +209,7 @@ class Peers(Ranks):
         """Note that all ranks go on to send gradients."""
         self._next = Next.COLLECTIVE
 
-    def conclude(self, gradients: Gradients) -> None:
+    def conclude(self, gradients: GradientAccumulator) -> None:
         """Note that nothing is outstanding; divide what no reduction has divided."""
         self._next = Next.NOTHING
         alone = self.alone
@@ -218,7 +218,7 @@ class Peers(Ranks):
             scale_(gradients.held(alone), 1.0 / self.divides)
         self._let_interrupt()
 
-    def agree(self, status: Status, sums: Sums, number: float = 0.0, micro_batches: int = 0) -> Agreement:
+    def agree(self, status: Status, sums: LossTotals, number: float = 0.0, micro_batches: int = 0) -> Agreement:
         """Add sums up over ranks and learn how the others are, in one small message."""
         if status is not Status.FAILED:
             self._let_interrupt()
@@ -248,7 +248,7 @@ class Peers(Ranks):
         if Status.RECOUNT not in statuses and (not alike or schema.size > CAPACITY):
             body = self.total(sums.numbers(schema))
         return Agreement(
-            Sums.of_numbers(schema, body[: schema.size]),
+            LossTotals.of_numbers(schema, body[: schema.size]),
             recount=Status.RECOUNT in statuses,
             number=number,
             micro_batches=[int(each) for each in own[self.world :].tolist()],
@@ -275,7 +275,7 @@ class Peers(Ranks):
             thing = next((each for each in things if each is not None), None)
         return thing
 
-    def complete(self, gradients: Gradients, parameters: Sequence[Tensor]) -> list[Tensor]:
+    def complete(self, gradients: GradientAccumulator, parameters: Sequence[Tensor]) -> list[Tensor]:
         """Give every parameter that has a sum on some rank one on this rank, of zeros; return those parameters."""
         sums = [gradients.take(p) for p in parameters]
         present = self.total(torch.tensor([float(s is not None) for s in sums])).tolist()

@@ -13,13 +13,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from wholebatch.batch.window import MicroBatch
 from wholebatch.errors import SyncError
-from wholebatch.loss.totals import Sums
-from wholebatch.model.gradients import Gradients, device_of
-from wholebatch.ranks.agreement import Next, Peers, Status, Travel, buckets, message_device, write
+from wholebatch.loss.totals import LossTotals
+from wholebatch.model.gradients import GradientAccumulator, device_of
+from wholebatch.ranks.agreement import Next, ProcessGroups, Status, Travel, buckets, message_device, write
 from wholebatch.ranks.passes import Passes
 
 
-class DataParallelRanks(Peers):
+class DDPRanks(ProcessGroups):
     """The ranks of a ``DistributedDataParallel`` model.
 
     Forwards run inside ``no_sync``, so that none of them reduces or waits. The reducer is armed only after an
@@ -33,7 +33,7 @@ class DataParallelRanks(Peers):
         super().__init__([group], message_device(group, device_of(model.module)))
         self._model = model
         self._left_out = set(model.parameters_to_ignore)
-        self._armed = False
+        self._prepared = False
         self._times: list[int] = []
         self._passes = Passes()
         _refuse_settings(model, self._reduced())
@@ -66,7 +66,7 @@ class DataParallelRanks(Peers):
         try:
             super().__exit__(*error)
         finally:
-            if self._armed and not self._finished():
+            if self._prepared and not self._finished():
                 self._model.reducer._reset_state()  # else it refuses the next backward, for this one's sake
 
     @property
@@ -87,7 +87,7 @@ class DataParallelRanks(Peers):
         """Yield the micro-batches; with SyncBatchNorm as many on every rank, in step one round for all."""
         if self.travel is not Travel.EVERY and not self.meets:
             return iter(micro_batches)
-        counts = self.agree(Status.READY, Sums(), micro_batches=len(micro_batches)).micro_batches
+        counts = self.agree(Status.READY, LossTotals(), micro_batches=len(micro_batches)).micro_batches
         if self.meets and min(counts) < max(counts):
             raise SyncError(
                 f"SyncBatchNorm joins the micro-batches of all ranks, but they bring {list(counts)} of them. Give "
@@ -100,36 +100,36 @@ class DataParallelRanks(Peers):
         super().settle()
         self._passes.begin()
 
-    def conclude(self, gradients: Gradients) -> None:
+    def conclude(self, gradients: GradientAccumulator) -> None:
         """Note that nothing is outstanding, and that DDP has come to the end of its reduction.
 
         Raises:
             SyncError: if it has not, so that gradients are this rank's alone.
         """
-        if self._armed and not self._finished():
+        if self._prepared and not self._finished():
             raise SyncError(
                 "DistributedDataParallel has not finished its reduction: some parameter took no part in the last "
                 "backward. Build it with find_unused_parameters=True, or let the loss depend on every parameter."
             )
         super().conclude(gradients)
 
-    def arm(self, outputs: Sequence[Tensor]) -> None:
+    def prepare_reducer(self, outputs: Sequence[Tensor]) -> None:
         """Make the backward from these outputs reduce all gradients."""
         # The forwards ran under no_sync, so the reducer believes that it is not wanted. These two calls are what a
         # forward outside of no_sync would have made of it: forget the last window, then look through the graph of the
         # coming backward for parameters that it will not reach (they count as ready at once).
-        self._armed, self._times = True, self._model.reducer.get_backward_stats()
+        self._prepared, self._times = True, self._model.reducer.get_backward_stats()
         self._model.reducer.prepare_for_forward()
         self._model.reducer.prepare_for_backward(list(outputs))
 
-    def idle(self) -> list[Tensor]:
+    def zero_output(self) -> list[Tensor]:
         """Return a zero that depends on every parameter, so that each hook of the reducer fires."""
         wanted = self._reduced()
         if self._model.find_unused_parameters:
             wanted = [p for p in wanted if p.grad is not None] or wanted[:1]
         return [torch.stack([p.flatten()[:0].sum().to("cpu", torch.float64) for p in wanted]).sum()]
 
-    def reduce(self, gradients: Gradients) -> None:
+    def reduce(self, gradients: GradientAccumulator) -> None:
         """Average all sums as they lie, where the reducer cannot reach them."""
         self.average(gradients.held(self.complete(gradients, self._reduced())))
 
@@ -148,7 +148,7 @@ class DataParallelRanks(Peers):
             return self._next
         if self.meets and self._passes.over:
             return Next.AGREEMENT
-        if self._armed and self._finished():
+        if self._prepared and self._finished():
             return Next.AGREEMENT if self.travel is Travel.EVERY else Next.NOTHING
         return Next.COLLECTIVE
 

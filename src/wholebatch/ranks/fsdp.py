@@ -13,14 +13,14 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils.hooks import RemovableHandle
 
-from wholebatch.batch.tree import Nest, move
+from wholebatch.batch.tree import BatchTree, move
 from wholebatch.batch.window import MicroBatch
 from wholebatch.errors import SyncError
 from wholebatch.loss.counts import is_half
-from wholebatch.loss.totals import Sums
-from wholebatch.model.gradients import Gradients, device_of
+from wholebatch.loss.totals import LossTotals
+from wholebatch.model.gradients import GradientAccumulator, device_of
 from wholebatch.model.state import State
-from wholebatch.ranks.agreement import Next, Peers, Status, Travel, buckets, message_device
+from wholebatch.ranks.agreement import Next, ProcessGroups, Status, Travel, buckets, message_device
 from wholebatch.ranks.passes import Passes
 
 SETTINGS = (
@@ -35,7 +35,7 @@ SETTINGS = (
 """What ``FSDPModule.set_...`` writes into a parameter group and no public name reads (torch 2.8 to 2.14)."""
 
 
-class ShardedRanks(Peers):
+class ShardedRanks(ProcessGroups):
     """The ranks of a model under ``fully_shard``; its own settings are borrowed for the window and given back."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -73,7 +73,7 @@ class ShardedRanks(Peers):
             if kind is not None:
                 self._forget_iteration()
 
-    def reduce(self, gradients: Gradients) -> None:
+    def reduce(self, gradients: GradientAccumulator) -> None:
         """Reduce what FSDP does not manage: parameters of modules that are not sharded."""
         if self._plain:
             self.average(gradients.held(self.complete(gradients, self._plain)))
@@ -101,7 +101,7 @@ class ShardedRanks(Peers):
             group._training_state = type(group._training_state).IDLE
 
 
-class WholeShards(ShardedRanks):
+class GatheredFSDP(ShardedRanks):
     """Gather all parameters once, run every micro-batch without communication, and scatter the summed gradient once.
 
     The micro-batches of a window then run as in one process: any number of them on any rank, also none. Holds the whole
@@ -134,7 +134,7 @@ class WholeShards(ShardedRanks):
         """List the gathered parameters."""
         return [whole for _, whole in self._pairs]
 
-    def reduce(self, gradients: Gradients) -> None:
+    def reduce(self, gradients: GradientAccumulator) -> None:
         """Scatter the whole sums: every rank keeps the average of its shards."""
         super().reduce(gradients)
         shards = {id(whole): shard for shard, whole in self._pairs}
@@ -177,7 +177,7 @@ class WholeShards(ShardedRanks):
         return next(iter(wide - {None}), None)
 
 
-class LockstepShards(ShardedRanks):
+class PerMicroBatchFSDP(ShardedRanks):
     """Let FSDP gather and scatter within each micro-batch, all ranks in step: no rank ever holds more than shards.
 
     Every forward and backward is then a collective. Ranks with fewer micro-batches run their smallest again, or one
@@ -185,7 +185,7 @@ class LockstepShards(ShardedRanks):
     """
 
     travel = Travel.EVERY
-    lockstep = True
+    per_micro_batch = True
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
@@ -223,7 +223,7 @@ class LockstepShards(ShardedRanks):
         self, micro_batches: Sequence[MicroBatch], run: Callable[[MicroBatch], Any]
     ) -> Iterator[MicroBatch | None]:
         """Yield the micro-batches, and None for the rounds that other ranks still need."""
-        counts = self.agree(Status.READY, Sums(), micro_batches=len(micro_batches)).micro_batches
+        counts = self.agree(Status.READY, LossTotals(), micro_batches=len(micro_batches)).micro_batches
         self._next = Next.COLLECTIVE
         self._run, self._spare = run, self._smallest(micro_batches, counts)
         for micro_batch in [*micro_batches, *[None] * (max(counts) - len(micro_batches))]:
@@ -247,10 +247,10 @@ class LockstepShards(ShardedRanks):
             return self._next
         if not self._passes.begun and isinstance(error, Exception):
             with suppress(Exception):  # whatever it is, the others are then left
-                self.attend()
+                self.run_dummy_forward()
         return Next.AGREEMENT if self._passes.over else Next.COLLECTIVE
 
-    def attend(self) -> None:
+    def run_dummy_forward(self) -> None:
         """Run a micro-batch without weight if this rank has none in this round, or its loss function left the model
         out.
         """
@@ -275,7 +275,7 @@ class LockstepShards(ShardedRanks):
         """Tell whether a leaf is a gathered parameter."""
         return id(leaf) in self._whole
 
-    def idle(self) -> list[Tensor]:
+    def zero_output(self) -> list[Tensor]:
         """Return a zero that depends on what the model returned in this round."""
         return [torch.stack([output.flatten()[:0].sum().float() for output in self._outputs]).sum()]
 
@@ -292,7 +292,7 @@ class LockstepShards(ShardedRanks):
         self._whole.update(id(p) for p in module.parameters())
 
     def _note_outputs(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        tensors = (leaf.value for leaf in Nest((output,)).leaves)
+        tensors = (leaf.value for leaf in BatchTree((output,)).leaves)
         self._outputs += [t for t in tensors if isinstance(t, Tensor) and t.requires_grad]
 
 

@@ -7,10 +7,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from wholebatch.errors import SyncError
-from wholebatch.ranks.agreement import Peers, Ranks
+from wholebatch.ranks.agreement import ProcessGroups, Ranks
 
 
-class Everyone:
+class LocalRows:
     """A loss over the rows of this rank alone."""
 
     def gather(self, leaf: Tensor) -> Tensor:
@@ -22,7 +22,7 @@ class Everyone:
         return gradient
 
 
-class EveryRank(Everyone):
+class AllGatherRows(LocalRows):
     """A loss that each rank takes over the rows of all.
 
     Every rank computes the same number. A parameter of the loss gets the same gradient on each, and their mean is
@@ -31,7 +31,7 @@ class EveryRank(Everyone):
     too large by the number of ranks, one without gradient for the others' rows but with their mean too small.)
     """
 
-    def __init__(self, peers: Peers) -> None:
+    def __init__(self, peers: ProcessGroups) -> None:
         if len(peers.groups) != 1:
             raise SyncError(f"gather=True needs one process group; the model lies on a mesh of {len(peers.groups)}.")
         self._group, self._rank, self._divides = peers.groups[0], peers.rank, peers.divides
@@ -55,10 +55,10 @@ class EveryRank(Everyone):
         return torch.cat(parts)
 
 
-def everyone(ranks: Ranks, gather: bool) -> Everyone:
+def everyone(ranks: Ranks, gather: bool) -> LocalRows:
     """Say over whose rows the loss is taken.
 
     Raises:
         SyncError: if the rows of all ranks are wanted and these lie on a mesh.
     """
-    return EveryRank(ranks) if gather and isinstance(ranks, Peers) and ranks.world > 1 else Everyone()
+    return AllGatherRows(ranks) if gather and isinstance(ranks, ProcessGroups) and ranks.world > 1 else LocalRows()

@@ -16,7 +16,7 @@ from wholebatch.train.config import Config
 from wholebatch.train.data import held_out
 from wholebatch.train.errors import ConfigError
 from wholebatch.train.model import classifier, parameters_of
-from wholebatch.train.tables import Sample, content, read_table, standardise
+from wholebatch.train.tables import LabelledRow, content, read_table, standardise
 from wholebatch.train.task import Batch, Task, digest
 from wholebatch.train.translate import DEFAULT_BATCH
 
@@ -55,7 +55,7 @@ class Classify(Task):
         """Refuse: single layers keep what they would have to be given again."""
         raise ConfigError("checkpoint is on, but the classifiers have no blocks that would keep less. Leave it out.")
 
-    def collate(self, samples: list[Sample]) -> Batch:
+    def collate(self, samples: list[LabelledRow]) -> Batch:
         """Stack rows."""
         features = torch.stack([sample.features for sample in samples])
         return {"features": features, "labels": torch.tensor([sample.label for sample in samples])}
@@ -85,7 +85,7 @@ class Classify(Task):
         """Say the share of rows told right."""
         return f"{measured['accuracy']:.1%} of the rows right"
 
-    def shortened(self, samples: Sequence[Sample]) -> list[Sample]:
+    def shortened(self, samples: Sequence[LabelledRow]) -> list[LabelledRow]:
         """Keep at most 256 rows."""
         return list(samples[:MICRO_BATCH_ROWS])
 

@@ -75,7 +75,7 @@ class Contrast(Task):
 
     def collate(self, samples: list[Pair]) -> Batch:
         """Make both sides' inputs as the model wants them."""
-        encoder = cast("Encoder", self.model)
+        encoder = cast("TextEncoder", self.model)
         sides = zip(*((pair.signature, pair.docstring) for pair in samples), strict=True)
         left, right = (encoder.inputs([text[:LONGEST] for text in side]) for side in sides)
         return {f"{side}.{name}": rows for side, part in (("l", left), ("r", right)) for name, rows in part.items()}
@@ -150,7 +150,7 @@ def _side(micro_batch: Batch, side: str) -> Batch:
     return {name[2:]: rows for name, rows in micro_batch.items() if name[0] == side}
 
 
-class Encoder(nn.Module):
+class TextEncoder(nn.Module):
     """Texts as points on a sphere, and the scale that distances on it are read with."""
 
     def __init__(self) -> None:
@@ -162,7 +162,7 @@ class Encoder(nn.Module):
         raise NotImplementedError
 
 
-class Trigrams(Encoder):
+class Trigrams(TextEncoder):
     """The mean of learned vectors of all groups of three letters, and two dense layers: small, and quick to learn."""
 
     def __init__(self, width: int) -> None:
@@ -183,7 +183,7 @@ class Trigrams(Encoder):
         return F.normalize(self.head(mean), dim=1), self.log_scale
 
 
-class Sentences(Encoder):
+class Sentences(TextEncoder):
     """A local Hugging Face encoder, such as a sentence-transformer's folder; the mean over its tokens."""
 
     def __init__(self, folder: Any) -> None:

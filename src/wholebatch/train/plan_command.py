@@ -57,7 +57,7 @@ class Question(Config):
 
 
 @dataclass
-class Answer:
+class Advice:
     """What is told: facts, a table, and the same as plain values.
 
     Attributes:
@@ -95,7 +95,7 @@ def advise(question: Question, stream: TextIO | None = None) -> None:
     show(answer, stream, question.json)
 
 
-def answer_to(question: Question) -> Answer:
+def answer_to(question: Question) -> Advice:
     """Answer by arithmetic if it can, else by measuring."""
     settled = translate(question, question.ranks)
     rows = settled.micro_batch_size
@@ -111,7 +111,7 @@ def answer_to(question: Question) -> Answer:
     return answer
 
 
-def show(answer: Answer, stream: TextIO, as_json: bool = False) -> None:
+def show(answer: Advice, stream: TextIO, as_json: bool = False) -> None:
     """Print an answer: JSON, a table for a terminal, or plain lines."""
     if as_json:
         print(json.dumps(answer.values, indent=1), file=stream)
@@ -122,11 +122,11 @@ def show(answer: Answer, stream: TextIO, as_json: bool = False) -> None:
     _tell(answer.after, stream)
 
 
-def _by_arithmetic(cut: Arrangement) -> Answer:
+def _by_arithmetic(cut: Arrangement) -> Advice:
     words = cut.in_other_words()
     rows = [(tool, ", ".join(f"{name} {value}" for name, value in said.items())) for tool, said in words.items()]
     values = {**cut.as_dict(), "said": str(cut)}
-    answer = Answer([("batch", str(cut))], ("elsewhere", "the same batch"), [*rows], values=values)
+    answer = Advice([("batch", str(cut))], ("elsewhere", "the same batch"), [*rows], values=values)
     if not words:
         could = " or ".join(map(str, cut.nearest()))
         answer.after.append(
@@ -135,7 +135,7 @@ def _by_arithmetic(cut: Arrangement) -> Answer:
     return answer
 
 
-def _by_measuring(settled: Config, batch: Arrangement) -> Answer:
+def _by_measuring(settled: Config, batch: Arrangement) -> Advice:
     task = TASKS[settled.task](settled)
     if isinstance(task.objective(), wb.Coupled):
         raise ConfigError(
@@ -152,7 +152,7 @@ def _by_measuring(settled: Config, batch: Arrangement) -> Answer:
     memory = None if settled.memory is None else bytes_in(settled.memory)
     found = wb.plan(model, task.loss, share, memory, tokens=tokens, collate=task.collate)
     use = _flags(found)
-    return Answer(
+    return Advice(
         [
             (
                 "batch",
@@ -201,7 +201,7 @@ def _unweighed(found: Plan, device: torch.device) -> list[tuple[str, str]]:
     return [(way, f"not weighed: {reason}") for way, reason in reasons.items() if way not in ways]
 
 
-def _add_rates(answer: Answer, question: Question, batch: int) -> None:
+def _add_rates(answer: Advice, question: Question, batch: int) -> None:
     if question.lr is None or question.base_batch is None:
         return
     rates = Arrangement(batch).rates(question.lr, question.base_batch)
@@ -215,7 +215,7 @@ def _tell(facts: Sequence[tuple[str, str]], stream: TextIO) -> None:
         print(f"{label:<14}{text}", file=stream)
 
 
-def _lay_out(answer: Answer, stream: TextIO) -> None:
+def _lay_out(answer: Advice, stream: TextIO) -> None:
     """Print the table: with lines and colours on a terminal, as plain columns elsewhere."""
     if stream.isatty():
         from rich.console import Console

@@ -31,7 +31,7 @@ PATIENCE = timedelta(minutes=30)
 
 
 @dataclass(frozen=True)
-class Team:
+class Processes:
     """One process among those of the run; alone unless torchrun started several.
 
     Args:
@@ -139,11 +139,11 @@ class Quiet:
 
 
 @contextmanager
-def gathered(parallel: Literal["ddp", "fsdp"], device: str) -> Iterator[Team]:
+def gathered(parallel: Literal["ddp", "fsdp"], device: str) -> Iterator[Processes]:
     """Meet the other processes that torchrun started, and part at the end."""
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if world == 1:
-        yield Team(parallel=parallel)
+        yield Processes(parallel=parallel)
         return
     began = not dist.is_initialized()
     if began:
@@ -155,14 +155,14 @@ def gathered(parallel: Literal["ddp", "fsdp"], device: str) -> Iterator[Team]:
         backend = "nccl" if kind == "cuda" else "gloo"
         dist.init_process_group(backend, store=attempt, rank=rank, world_size=size, timeout=PATIENCE)
     try:
-        yield Team(dist.get_rank(), dist.get_world_size(), parallel)
+        yield Processes(dist.get_rank(), dist.get_world_size(), parallel)
         dist.barrier()  # nobody closes a connection that another one still reads from
     finally:
         if began:
             dist.destroy_process_group()
 
 
-def display_of(team: Team, shown: Display) -> Display:
+def display_of(team: Processes, shown: Display) -> Display:
     """Return what a process shows: the first all, the others nothing."""
     return shown if team.first else Quiet()
 

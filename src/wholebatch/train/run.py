@@ -25,12 +25,12 @@ from wholebatch.train.display import Display
 from wholebatch.train.errors import ConfigError, RunError
 from wholebatch.train.folder import RunFolder
 from wholebatch.train.machine import in_words, peak_memory_bytes
-from wholebatch.train.processes import Team, display_of, gathered, interrupted_run
+from wholebatch.train.processes import Processes, display_of, gathered, interrupted_run
 from wholebatch.train.proof import Proof, prove
 from wholebatch.train.signals import Request
 from wholebatch.train.task import Task
 from wholebatch.train.text import Text
-from wholebatch.train.trainer import Learner
+from wholebatch.train.trainer import Trainer
 
 EXACT = 1e-5
 """A gradient in float32 that is off by less is off by rounding alone."""
@@ -87,7 +87,7 @@ class Run:
         shown: says it.
     """
 
-    def __init__(self, config: Config, learner: Learner, folder: RunFolder, shown: Display) -> None:
+    def __init__(self, config: Config, learner: Trainer, folder: RunFolder, shown: Display) -> None:
         self.config, self.learner, self.folder, self.shown = config, learner, folder, shown
         self.team = learner.team
         self.before: dict[str, float] = {}
@@ -235,7 +235,7 @@ class Run:
         self.shown.note("held out", f"{self.learner.task.told(measured)} {when} training")
 
 
-def _opened(config: Config, shown: Display, team: Team, held: ExitStack) -> Run:
+def _opened(config: Config, shown: Display, team: Processes, held: ExitStack) -> Run:
     if config.resume is not None:
         return _resume(config, config.resume, shown, team, held)
     path = team.by_first(
@@ -246,7 +246,7 @@ def _opened(config: Config, shown: Display, team: Team, held: ExitStack) -> Run:
     return _resume(Config(resume=path), path, shown, team, held)
 
 
-def _begin(config: Config, shown: Display, team: Team, held: ExitStack) -> Run:
+def _begin(config: Config, shown: Display, team: Processes, held: ExitStack) -> Run:
     # Everything that can be refused is refused before the folder is made, so that a mistake leaves nothing behind.
     settled = absolute(replace(translate.translate(config), out=None))
     learner = _learner(settled, team)
@@ -257,7 +257,7 @@ def _begin(config: Config, shown: Display, team: Team, held: ExitStack) -> Run:
     return run
 
 
-def _resume(config: Config, path: Path, shown: Display, team: Team, held: ExitStack) -> Run:
+def _resume(config: Config, path: Path, shown: Display, team: Processes, held: ExitStack) -> Run:
     if config != Config(resume=path):
         changed = ", ".join(key for key in plain(config) if getattr(config, key) != getattr(Config(resume=path), key))
         raise ConfigError(f"A resumed run keeps its settings, but {changed} was given too. Leave it out.")
@@ -291,10 +291,10 @@ def _claimed(path: Path, held: ExitStack) -> None:
     checkpoint.recover(path)
 
 
-def _learner(config: Config, team: Team) -> Learner:
+def _learner(config: Config, team: Processes) -> Trainer:
     # Before the task, since the task draws the first weights.
     torch.manual_seed(config.seed)
-    learner = Learner(config, TASKS[config.task](config), team)
+    learner = Trainer(config, TASKS[config.task](config), team)
     if team.rank:  # the first process draws as one alone would
         torch.manual_seed(seed_of(config.seed, team.rank))
     return learner

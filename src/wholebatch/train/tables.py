@@ -20,7 +20,7 @@ LARGEST = torch.finfo(torch.float32).max
 IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff")
 
 
-class Sample(NamedTuple):
+class LabelledRow(NamedTuple):
     """One row to classify: its features, a vector or an image (channels, height, width), and its class number."""
 
     features: Tensor
@@ -31,7 +31,7 @@ class Sample(NamedTuple):
 class Table:
     """Rows of one shape, and the names of their classes in the order of their numbers."""
 
-    samples: list[Sample]
+    samples: list[LabelledRow]
     classes: list[str]
 
 
@@ -100,7 +100,7 @@ def read_digits() -> Table:
     return _table([(image, str(label)) for image, label in zip(images, digits.target, strict=True)])
 
 
-def standardise(train: Sequence[Sample], rows: Sequence[Sample]) -> list[Sample]:
+def standardise(train: Sequence[LabelledRow], rows: Sequence[LabelledRow]) -> list[LabelledRow]:
     """Give each feature of vectors mean 0 and deviation 1 over the training rows; images stay as they are.
 
     Raises:
@@ -110,7 +110,7 @@ def standardise(train: Sequence[Sample], rows: Sequence[Sample]) -> list[Sample]
         return list(rows)
     features = torch.stack([sample.features for sample in train])
     mean, deviation = features.mean(0), features.std(0, correction=0).clamp(min=1e-6)
-    scaled = [Sample((sample.features - mean) / deviation, sample.label) for sample in rows]
+    scaled = [LabelledRow((sample.features - mean) / deviation, sample.label) for sample in rows]
     beyond = (~torch.stack([sample.features for sample in scaled]).isfinite().all(0)).nonzero().flatten().tolist()
     if beyond:
         largest = float(features[:, beyond[0]].abs().max())
@@ -121,7 +121,7 @@ def standardise(train: Sequence[Sample], rows: Sequence[Sample]) -> list[Sample]
     return scaled
 
 
-def content(sample: Sample) -> bytes:
+def content(sample: LabelledRow) -> bytes:
     """Return what decides on which side of the split a row falls."""
     return sample.features.numpy().tobytes()
 
@@ -129,7 +129,7 @@ def content(sample: Sample) -> bytes:
 def _table(rows: Sequence[tuple[Tensor, str]]) -> Table:
     classes = sorted({name for _, name in rows})
     number = {name: index for index, name in enumerate(classes)}
-    return Table([Sample(features, number[name]) for features, name in rows], classes)
+    return Table([LabelledRow(features, number[name]) for features, name in rows], classes)
 
 
 def _names(header: str, label: str, path: Path) -> list[str]:

@@ -22,7 +22,7 @@ from wholebatch.train.config import Config
 from wholebatch.train.errors import ConfigError, RunError
 from wholebatch.train.machine import peak_memory_bytes, room
 from wholebatch.train.order import Order
-from wholebatch.train.processes import Team
+from wholebatch.train.processes import Processes
 from wholebatch.train.task import Task
 from wholebatch.train.translate import DEFAULT_BATCH
 
@@ -63,7 +63,7 @@ def size_of(config: Config, task: Task, device: torch.device) -> int | wb.Tokens
     return wb.Auto(task.whole(config.batch_size or DEFAULT_BATCH) if limited else task.size)
 
 
-class Learner:
+class Trainer:
     """Take the steps of a run, one batch each, and save and restore all that decides the next one.
 
     Args:
@@ -72,8 +72,8 @@ class Learner:
         team: who learns it together.
     """
 
-    def __init__(self, config: Config, task: Task, team: Team | None = None) -> None:
-        self.task, self.team = task, team or Team()
+    def __init__(self, config: Config, task: Task, team: Processes | None = None) -> None:
+        self.task, self.team = task, team or Processes()
         self.order = Order(len(task.train), config.batch_size or DEFAULT_BATCH, config.seed)
         self.steps = config.steps or config.epochs * self.order.steps_per_epoch
         self.device = self.team.device(config.device)

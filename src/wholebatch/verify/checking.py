@@ -14,7 +14,7 @@ from wholebatch.gradient.separable import LossFunction
 from wholebatch.model.comparison import Comparison
 from wholebatch.options import Options, checked
 from wholebatch.verify.finding import Finding
-from wholebatch.verify.measuring import Measurement
+from wholebatch.verify.measuring import CheckRun
 
 UNTRIED = ("nothing-to-compare",)
 """Rules of findings that say nothing of the gradient."""
@@ -121,7 +121,7 @@ def check(
         >>> wb.check(model, lambda model, x: model(x).square(), rows, micro_batch_size=4).verdict
         'exact'
     """
-    found = Measurement(model, loss_fn, batch, micro_batch_size, checked(options)).take()
+    found = CheckRun(model, loss_fn, batch, micro_batch_size, checked(options)).take()
     report = Check(
         error=found.size.error,
         by_parameter=found.by_parameter,

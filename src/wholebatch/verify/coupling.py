@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from wholebatch.batch.tree import Nest, move
+from wholebatch.batch.tree import BatchTree, move
 from wholebatch.errors import LossError, SplitError
 from wholebatch.first_window.draws import FixedDraws, uncompiled
 from wholebatch.loss.terms import Mean, read
@@ -89,15 +89,15 @@ def find_coupling(
             f"whole is {whole!r}; it names what goes whole: whole=('mask',). Rows are exchanged in halves, whatever a "
             "micro-batch holds, so there is no size to give."
         )
-    nest = Nest(batch, whole)
-    rows = nest.count_rows()
+    tree = BatchTree(batch, whole)
+    rows = tree.count_rows()
     if rows < 2:
         raise SplitError(f"The batch has {rows} row; to see whether rows meet takes two. Give a larger batch.")
     with FixedDraws(), uncompiled():
-        return _found(model, loss_fn, nest, rows)
+        return _found(model, loss_fn, tree, rows)
 
 
-def _found(model: nn.Module, loss_fn: Callable[[Any, Any], Any], nest: Nest, rows: int) -> Coupling:
+def _found(model: nn.Module, loss_fn: Callable[[Any, Any], Any], tree: BatchTree, rows: int) -> Coupling:
     everything, half = list(range(rows)), rows // 2
     kept, other = everything[:half], everything[half:]
     exchanged = everything[: len(other)]
@@ -105,7 +105,7 @@ def _found(model: nn.Module, loss_fn: Callable[[Any, Any], Any], nest: Nest, row
     with left_alone(model) as state:
         for index in (kept + other, kept + exchanged, other[:half] + other, other[:half] + exchanged):
             state.restore()
-            runs.append(_run(model, loss_fn, move(nest.take(index), device_of(model)), rows))
+            runs.append(_run(model, loss_fn, move(tree.take(index), device_of(model)), rows))
         state.restore()
         found = _alone(runs[0].seen, state, kept + exchanged, half)
         found |= _together(runs[0].seen, runs[1].seen, found, half, rows)
@@ -124,25 +124,25 @@ class _Seen:
 
 
 @dataclass(frozen=True)
-class _Run:
+class _ForwardTrace:
     """What one forward pass showed: inputs and outputs of module calls in order, and the sums that the loss stated."""
 
     seen: list[_Seen]
     sums: list[float] | None
 
 
-def _run(model: nn.Module, loss_fn: Callable[[Any, Any], Any], batch: Any, rows: int) -> _Run:
+def _run(model: nn.Module, loss_fn: Callable[[Any, Any], Any], batch: Any, rows: int) -> _ForwardTrace:
     seen: list[_Seen] = []
     with _watching(model, seen):  # with gradients: a loss may differentiate inside
         returned = loss_fn(model, batch)
     if isinstance(returned, Tensor) and returned.dim() == 0:
-        return _Run(seen, [_float(returned) * rows, float(rows)])
+        return _ForwardTrace(seen, [_float(returned) * rows, float(rows)])
     try:
         answer = read(returned, rows)
     except LossError:
-        return _Run(seen, None)
+        return _ForwardTrace(seen, None)
     terms = [] if answer is None else list(answer.terms.values())
-    return _Run(seen, [_float(number) for term in terms for number in _numbers(term)])
+    return _ForwardTrace(seen, [_float(number) for term in terms for number in _numbers(term)])
 
 
 def _float(number: Any) -> float:
@@ -179,8 +179,8 @@ def _copy(leaf: Any) -> Any:
     return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
 
 
-def _tensors(nest: Any) -> list[Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(nest) if isinstance(leaf, Tensor)]
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 def _alone(seen: Sequence[_Seen], state: State, index: Sequence[int], kept: int) -> dict[str, float]:

@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from wholebatch.batch.sizes import Auto, Size, Tokens
-from wholebatch.batch.tree import Nest
+from wholebatch.batch.tree import BatchTree
 from wholebatch.batch.window import MicroBatch, Window, micro_batches_of
 from wholebatch.errors import SplitError, WholeBatchError
 from wholebatch.first_window.draws import FixedDraws, uncompiled
@@ -35,23 +35,23 @@ from wholebatch.verify.explaining import FOREIGN, Case, bent_by_hooks, explain, 
 from wholebatch.verify.finding import Finding
 from wholebatch.verify.gluing import Unlike, glued
 from wholebatch.verify.reference import OtherName, Reference, plain_gradient, rows_or_one, terms_in, whole_micro_batches
-from wholebatch.verify.running import Ran, Stage, over_ranks, several_ranks, shares, together
-from wholebatch.verify.watching import Replayed, Seen, checkpoints_heard
+from wholebatch.verify.running import Bench, Ran, over_ranks, several_ranks, shares, together
+from wholebatch.verify.watching import HookSums, ReplayedLoss, checkpoints_heard
 
 NOISE = 1e-12
 """A gradient that is this much smaller than the loss is zero, up to the rounding of double precision."""
 
 
-class Measurement:
+class CheckRun:
     """One check; :meth:`take` fills the attributes that a report is made of."""
 
     def __init__(self, model: nn.Module, loss_fn: LossFunction, batch: Any, size: Size, options: Options) -> None:
-        self.stage = Stage(model, loss_fn, batch, size, options)
+        self.stage = Bench(model, loss_fn, batch, size, options)
         self.loss_fn, self.batch, self.size_wanted, self.options = loss_fn, batch, size, options
         self.plain, self.wrapped = self.stage.plain, isinstance(model, DistributedDataParallel)
         self.names, self.collate = options.get("whole", ()), options.get("collate")
         cut = self.cut()
-        refuse_inexact(self.stage.survey, cut, options, isinstance(size, Auto))
+        refuse_inexact(self.stage.model_info, cut, options, isinstance(size, Auto))
         self.rows = [micro_batch.index for micro_batch in cut]
         self.dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
         self.notes: list[str] = []
@@ -69,7 +69,7 @@ class Measurement:
         """Return the micro-batches that `backward` will run."""
         return micro_batches_of(self.batch, self.size_wanted, whole=self.names, collate=self.collate)
 
-    def take(self) -> Measurement:
+    def take(self) -> CheckRun:
         """Measure, compare, explain; leave everything as it was."""
         if several_ranks() > 1 and not self.wrapped:
             self.notes.append(
@@ -300,7 +300,7 @@ class Measurement:
         """
         if not ran.seen.sums or self.wrapped or self.findings:
             return
-        seen = Seen()
+        seen = HookSums()
         try:
             plain_gradient(self.stage.model, self.loss_fn, micro_batches, observe=seen.on, **self.reading)
         except (*FOREIGN, OtherName):
@@ -355,7 +355,7 @@ class Measurement:
         if not (isinstance(size, Tokens) or self.collate):
             return None
         try:
-            whole = Nest(self.whole, () if self.collate else self.names)
+            whole = BatchTree(self.whole, () if self.collate else self.names)
             return [whole.take(index) for index in self.rows]
         except SplitError:  # made by collate=, and not of rows
             return None
@@ -395,8 +395,8 @@ class Measurement:
 
     def with_draws(self, draws: bool) -> None:
         """Run the micro-batches again with the draws they made: the window must be their sum."""
-        idle = not draws or self.meets or isinstance(self.size_wanted, Auto)
-        if any(over_ranks(idle or bool(self.findings) or bool(self.not_shown), self.wrapped)) or self.wrapped:
+        zero_output = not draws or self.meets or isinstance(self.size_wanted, Auto)
+        if any(over_ranks(zero_output or bool(self.findings) or bool(self.not_shown), self.wrapped)) or self.wrapped:
             return
         ran = self.stage.run()
         if any(each.kind == "generator" for each in ran.moved):
@@ -404,7 +404,7 @@ class Measurement:
         starts = [call.start for call in ran.watched.calls[-ran.result.micro_batches :]]
         reading = {**self.reading, "dtype": self.dtype, "as_is": True}
         try:
-            again = plain_gradient(self.stage.model, Replayed(self.loss_fn, starts), ran.micro_batches, **reading)
+            again = plain_gradient(self.stage.model, ReplayedLoss(self.loss_fn, starts), ran.micro_batches, **reading)
         finally:
             self.stage.back()
         size = compare(*joined(ran.gradients, again.gradients))

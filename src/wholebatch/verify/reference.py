@@ -232,7 +232,7 @@ class _Reading:
             for tensor, gradient in self.aside:
                 tensor.grad = gradient
 
-    def terms_of(self, batch: Any) -> dict[Any, Term]:
+    def terms_of(self, batch: Any) -> dict[Any, PlainTerm]:
         """Run the loss function and read its answer; over one micro-batch a number is the whole batch's loss."""
         return terms_in(self.loss_fn(self.called, batch), bare=len(self.batches) == 1)
 
@@ -243,7 +243,7 @@ class _Reading:
             counts = _added(counts, self.terms_of(batch))
         return counts
 
-    def shares(self, terms: Mapping[Any, Term], counts: Mapping[Any, float]) -> list[Tensor]:
+    def shares(self, terms: Mapping[Any, PlainTerm], counts: Mapping[Any, float]) -> list[Tensor]:
         """Divide each term by the items of the whole batch; a sum by nothing, what exists once by its repetitions."""
         shares = []
         for key, term in terms.items():
@@ -286,7 +286,7 @@ class _Reading:
 
 
 @dataclasses.dataclass(frozen=True)
-class Term:
+class PlainTerm:
     """One term of a loss: its weighted sum, and what that is to be divided by."""
 
     total: Tensor
@@ -295,7 +295,7 @@ class Term:
     shape: tuple[int, ...] | None
 
 
-def _added(counts: Counts, terms: Mapping[Any, Term]) -> Counts:
+def _added(counts: Counts, terms: Mapping[Any, PlainTerm]) -> Counts:
     """Add what one micro-batch counts; 1 for a sum and for what exists once."""
     known = {
         key: 1.0 if term.kind in ("one", "once") else counts.get(key, 0.0) + term.count for key, term in terms.items()
@@ -303,7 +303,7 @@ def _added(counts: Counts, terms: Mapping[Any, Term]) -> Counts:
     return {**counts, **known}
 
 
-def terms_in(returned: Any, bare: bool = False) -> dict[Any, Term]:
+def terms_in(returned: Any, bare: bool = False) -> dict[Any, PlainTerm]:
     """Read what a loss function returned, by the letter of the contract.
 
     Args:
@@ -317,13 +317,15 @@ def terms_in(returned: Any, bare: bool = False) -> dict[Any, Term]:
     if returned is None:
         return {}
     named = returned.items() if isinstance(returned, Mapping) else [(0, returned)]
-    terms: dict[Any, Term] = {}
+    terms: dict[Any, PlainTerm] = {}
     for name, value in named:
         if isinstance(value, Terms):
             terms |= {(name, place): _term(part) for place, part in enumerate(value.parts)}
         elif isinstance(value, Tensor) and (value.dim() or bare):
             total = value.sum(dtype=torch.float32) if value.element_size() < 4 else value.sum()
-            terms[name, 0] = Term(total, float(value.numel()) if value.dim() else 1.0, "values", tuple(value.shape))
+            terms[name, 0] = PlainTerm(
+                total, float(value.numel()) if value.dim() else 1.0, "values", tuple(value.shape)
+            )
         else:
             kind = "a tensor without dimensions" if isinstance(value, Tensor) else type(value).__name__
             raise LossError(
@@ -334,9 +336,9 @@ def terms_in(returned: Any, bare: bool = False) -> dict[Any, Term]:
     return terms
 
 
-def _term(part: Mean) -> Term:
+def _term(part: Mean) -> PlainTerm:
     shape = tuple(part.source) if part.kind == "shape" and isinstance(part.source, torch.Size) else None
-    return Term(part.total * part.weight, float(part.count), part.kind, shape)
+    return PlainTerm(part.total * part.weight, float(part.count), part.kind, shape)
 
 
 def leaves_below(output: Tensor) -> list[Tensor]:

@@ -16,7 +16,7 @@ from torch.nn.parameter import is_lazy
 from wholebatch.batch.sizes import Size
 from wholebatch.errors import SyncError, WholeBatchError
 from wholebatch.gradient.separable import LossFunction, Result, backward
-from wholebatch.model.inspection import Survey
+from wholebatch.model.inspection import ModelInfo
 from wholebatch.model.references import reach_of
 from wholebatch.model.snapshot import Moved, Snapshot
 from wholebatch.model.state import State
@@ -24,7 +24,7 @@ from wholebatch.options import Options
 from wholebatch.verify.copies import copied, tensors_in
 from wholebatch.verify.explaining import FOREIGN
 from wholebatch.verify.reference import Gradients, buffers_of, held, named_targets, twin_of, unwrapped
-from wholebatch.verify.watching import Seen, Watched, optimizers_kept
+from wholebatch.verify.watching import HookSums, RecordedLoss, optimizers_kept
 
 T = TypeVar("T")
 
@@ -51,13 +51,13 @@ class Ran:
     gradients: Gradients
     missing: tuple[str, ...]
     result: Result
-    watched: Watched
+    watched: RecordedLoss
     moved: list[Moved]
     written: list[str]
     taken: list[str]
     stepped: list[str]
     buffers: dict[str, Tensor]
-    seen: Seen
+    seen: HookSums
 
     @property
     def micro_batches(self) -> list[Any]:
@@ -71,7 +71,7 @@ class Ran:
         return [float(each) for each in (items.values() if isinstance(items, dict) else items)]
 
 
-class Stage:
+class Bench:
     """A model, a loss function and a batch, on which things are tried and undone.
 
     Args:
@@ -91,11 +91,11 @@ class Stage:
                 f"{type(self.plain).__name__} has parameters that its first forward makes, and here it would make them "
                 "with draws held still. Run one forward before, such as loss_fn(model, batch), and then check."
             )
-        self.survey = Survey(self.plain, reach_of(loss_fn).modules)
+        self.model_info = ModelInfo(self.plain, reach_of(loss_fn).modules)
         self.outside: list[Tensor] = []
-        self.before = Snapshot(self.survey, loss_fn, keep=EVERYTHING)
+        self.before = Snapshot(self.model_info, loss_fn, keep=EVERYTHING)
         self.tensors = [(tensor, tensor.detach().clone()) for tensor in tensors_in(batch)]
-        self.given = Snapshot(Survey(nn.Module()), cast(Any, _Held(batch)), keep=EVERYTHING)
+        self.given = Snapshot(ModelInfo(nn.Module()), cast(Any, _NamedBatch(batch)), keep=EVERYTHING)
 
     def back(self) -> None:
         """Put everything back but gradients, which are put back where they are made."""
@@ -112,9 +112,9 @@ class Stage:
         plain = unwrapped(model)
         targets = named_targets(plain, self.outside)
         start = State(plain)
-        seen = Seen()
+        seen = HookSums()
         unverified: Options = {**self.options, "verify": "never"}  # one proof is enough
-        watched = Watched(self.loss_fn, self.plain, [*plain.parameters(), *self.outside])
+        watched = RecordedLoss(self.loss_fn, self.plain, [*plain.parameters(), *self.outside])
         try:
             with optimizers_kept() as stepped, gradients_kept([*plain.parameters(), *self.outside]):
                 with seen.on(plain):
@@ -150,7 +150,7 @@ def _same(tensor: Tensor, was: Tensor) -> bool:
     return bool(((tensor == was) | ((tensor != tensor) & (was != was))).all())
 
 
-class _Held:
+class _NamedBatch:
     """Something to take a snapshot of, by the name of the batch."""
 
     def __init__(self, batch: Any) -> None:

@@ -20,14 +20,14 @@ from wholebatch.verify.copies import copied
 LossFunction = Callable[[Any, Any], Any]
 
 
-class Call(NamedTuple):
+class LossCall(NamedTuple):
     """One call of a loss function: the micro-batch as it was, and the random state that it began with."""
 
     micro_batch: Any
     start: State
 
 
-class Watched:
+class RecordedLoss:
     """A loss function that is looked at while it runs.
 
     Attributes:
@@ -45,14 +45,14 @@ class Watched:
     def __init__(self, loss_fn: LossFunction, model: nn.Module, tensors: Iterable[Tensor]) -> None:
         self.loss_fn = loss_fn
         self._model = weakref.ref(model)
-        self.calls: list[Call] = []
+        self.calls: list[LossCall] = []
         self.cleared = self.added = False
         # Weak: what a loss function holds counts as what it names, and this is not the user's.
         self._tensors = [weakref.ref(tensor) for tensor in tensors]
 
     def __call__(self, model: Any, micro_batch: Any) -> Any:
         """Call the loss function, and compare the gradients before and after."""
-        self.calls.append(Call(_kept(micro_batch), State(self._model(), buffers=False)))
+        self.calls.append(LossCall(_kept(micro_batch), State(self._model(), buffers=False)))
         before = [_gradient(tensor()) for tensor in self._tensors]
         returned = self.loss_fn(model, micro_batch)
         for (held, version), tensor in zip(before, self._tensors, strict=True):
@@ -111,7 +111,7 @@ def checkpoints_heard() -> Iterator[list[str]]:
     said += [str(each.message) for each in heard if "Gradients will be None" in str(each.message)]
 
 
-class Replayed:
+class ReplayedLoss:
     """A loss function that starts each micro-batch with the draws that it began with before."""
 
     def __init__(self, loss_fn: LossFunction, starts: Sequence[State]) -> None:
@@ -124,7 +124,7 @@ class Replayed:
         return self.loss_fn(model, micro_batch)
 
 
-class Seen:
+class HookSums:
     """What hooks on modules and parameters are shown of gradients: sums that do not depend on the order of
     micro-batches.
 
@@ -150,7 +150,7 @@ class Seen:
             for handle in handles:
                 handle.remove()
 
-    def apart(self, other: Seen, tolerance: float) -> list[str]:
+    def apart(self, other: HookSums, tolerance: float) -> list[str]:
         """Name the places where others have been shown something else."""
         pairs = [(name, total, other.sums.get(name)) for name, total in self.sums.items()]
         return [

@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator
 
 from wholebatch.doctor.findings import boundary, clearing, division, model, ranks
 from wholebatch.doctor.weights import Division, divisions
-from wholebatch.doctor.windows import Story, Window
+from wholebatch.doctor.windows import Story, WatchedWindow
 from wholebatch.verify.finding import Change, Finding
 
-WINDOW_RULES: tuple[Callable[[Story, Window], Finding | None], ...] = (
+WINDOW_RULES: tuple[Callable[[Story, WatchedWindow], Finding | None], ...] = (
     *clearing.RULES,
     *boundary.RULES,
     *ranks.RULES,

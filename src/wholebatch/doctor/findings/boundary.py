@@ -6,12 +6,12 @@ import math
 
 from wholebatch.doctor.findings.remedies import line_of, moved
 from wholebatch.doctor.trace import Clip, Event, Schedule
-from wholebatch.doctor.windows import Story, Window
+from wholebatch.doctor.windows import Story, WatchedWindow
 from wholebatch.model.comparison import Comparison, compare
 from wholebatch.verify.finding import Change, Finding
 
 
-def clip_per_micro_batch(story: Story, window: Window) -> Finding | None:
+def clip_per_micro_batch(story: Story, window: WatchedWindow) -> Finding | None:
     """Gradients are clipped before the window is complete."""
     early = [clip for at, clip in window.clips if 0 < at < len(window.micro_batches) and not math.isinf(clip.bound)]
     if not early or window.length < 2 or not window.step:
@@ -29,7 +29,7 @@ def clip_per_micro_batch(story: Story, window: Window) -> Finding | None:
     )
 
 
-def clip_amount(window: Window) -> Comparison | None:
+def clip_amount(window: WatchedWindow) -> Comparison | None:
     """Compare the step with one clip of the whole sum, when the sample holds the whole gradient."""
     gained = [micro_batch for micro_batch in map(window.gained, window.micro_batches) if micro_batch is not None]
     applied = window.own(window.step.sample) if window.step is not None else None
@@ -40,7 +40,7 @@ def clip_amount(window: Window) -> Comparison | None:
     return compare(applied, whole * min(1.0, bound / max(float(whole.norm()), 1e-30)))
 
 
-def clip_before_unscale(story: Story, window: Window) -> Finding | None:
+def clip_before_unscale(story: Story, window: WatchedWindow) -> Finding | None:
     """Gradients are clipped while they still carry the scaler's factor."""
     for at, clip in window.clips:
         scaled = any(micro_batch.backward.scaled for micro_batch in window.micro_batches[:at])
@@ -49,12 +49,12 @@ def clip_before_unscale(story: Story, window: Window) -> Finding | None:
     return None
 
 
-def unscaled_before(window: Window, clip: Clip) -> bool:
+def unscaled_before(window: WatchedWindow, clip: Clip) -> bool:
     """Tell whether the gradients were unscaled in this window before the clip."""
     return any(event.call == "unscale_" and event.order < clip.order for _, event in window.scaler)
 
 
-def scaled_clip(window: Window, clip: Clip) -> Finding:
+def scaled_clip(window: WatchedWindow, clip: Clip) -> Finding:
     """Describe a clip of scaled gradients."""
     scale = next((event.scale for _, event in window.scaler), 0.0)
     norm = f"the norm seen is {clip.norm:.3g}" if clip.norm is not None else "the norm seen is scaled"
@@ -73,7 +73,7 @@ def scaled_clip(window: Window, clip: Clip) -> Finding:
     )
 
 
-def unscale_twice(story: Story, window: Window) -> Finding | None:
+def unscale_twice(story: Story, window: WatchedWindow) -> Finding | None:
     """`unscale_` is called again before the scaler's update."""
     calls = [event for _, event in window.scaler if event.call == "unscale_"]
     if len(calls) < 2:
@@ -88,7 +88,7 @@ def unscale_twice(story: Story, window: Window) -> Finding | None:
     )
 
 
-def update_inside(story: Story, window: Window) -> Finding | None:
+def update_inside(story: Story, window: WatchedWindow) -> Finding | None:
     """The scaler's factor may change between the micro-batches of a window."""
     calls = [event for at, event in window.scaler if event.call == "update" and at > 0]
     if not calls or window.length < 2:
@@ -103,7 +103,7 @@ def update_inside(story: Story, window: Window) -> Finding | None:
     )
 
 
-def schedule_per_micro_batch(story: Story, window: Window) -> Finding | None:
+def schedule_per_micro_batch(story: Story, window: WatchedWindow) -> Finding | None:
     """The learning rate moves with every micro-batch."""
     early = [event for at, event in window.schedules if 0 < at < len(window.micro_batches)]
     if not early or window.length < 2:
@@ -118,7 +118,7 @@ def schedule_per_micro_batch(story: Story, window: Window) -> Finding | None:
     )
 
 
-def average_per_micro_batch(story: Story, window: Window) -> Finding | None:
+def average_per_micro_batch(story: Story, window: WatchedWindow) -> Finding | None:
     """The weight average takes in unchanged weights with every micro-batch."""
     early = [event for at, event in window.averages if 0 < at < len(window.micro_batches)]
     if not early or window.length < 2:
@@ -133,7 +133,7 @@ def average_per_micro_batch(story: Story, window: Window) -> Finding | None:
     )
 
 
-def moved_on_skip(story: Story, window: Window) -> Finding | None:
+def moved_on_skip(story: Story, window: WatchedWindow) -> Finding | None:
     """Scheduler or weight average go on although the scaler skipped the step."""
     if not window.skipped:
         return None

@@ -7,15 +7,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from wholebatch.doctor.findings.remedies import condition_of, line_of, moved
-from wholebatch.doctor.micro_batch import MicroBatch
+from wholebatch.doctor.micro_batch import WatchedMicroBatch
 from wholebatch.doctor.trace import Forward
-from wholebatch.doctor.windows import Story, Window
+from wholebatch.doctor.windows import Story, WatchedWindow
 from wholebatch.model.comparison import Comparison, compare
 from wholebatch.verify.finding import Change, Finding
 from wholebatch.verify.source_line import Site
 
 
-def not_cleared(story: Story, window: Window) -> Finding | None:
+def not_cleared(story: Story, window: WatchedWindow) -> Finding | None:
     """The gradient that an earlier step has used is still there when the next one steps."""
     if not window.stale or window.number == 0 or not window.micro_batches:
         return None
@@ -38,7 +38,7 @@ def not_cleared(story: Story, window: Window) -> Finding | None:
     )
 
 
-def stale_amount(window: Window) -> Comparison | None:
+def stale_amount(window: WatchedWindow) -> Comparison | None:
     """Compare the step's gradient with the one without what an earlier step has used already."""
     found, before = window.found(), window.own(window.micro_batches[0].backward.before)
     if found is None or before is None:
@@ -52,7 +52,7 @@ def cleared_after(site: Site | None) -> Change:
     return Change(text, f"{text}; optimizer.zero_grad()")
 
 
-def cleared_per_micro_batch(story: Story, window: Window) -> Finding | None:
+def cleared_per_micro_batch(story: Story, window: WatchedWindow) -> Finding | None:
     """Gradients are cleared between the micro-batches of a window, so only the last ones count."""
     thrown = thrown_away(window)
     if not thrown or not usual_loss(story, window) or not window.explained():
@@ -71,7 +71,7 @@ def cleared_per_micro_batch(story: Story, window: Window) -> Finding | None:
     )
 
 
-def thrown_away(window: Window) -> list[MicroBatch]:
+def thrown_away(window: WatchedWindow) -> list[WatchedMicroBatch]:
     """Return the lost micro-batches that were micro-batches of a loss that the step is made of.
 
     A gradient that was only looked at (of an attack, a norm, another task) is no loss, and neither is one that was
@@ -85,14 +85,14 @@ def thrown_away(window: Window) -> list[MicroBatch]:
     return [micro_batch for loss in mixed for micro_batch in loss if id(micro_batch) in lost]
 
 
-def usual_loss(story: Story, window: Window) -> bool:
+def usual_loss(story: Story, window: WatchedWindow) -> bool:
     """Tell whether most windows lose micro-batches (each time anew), as against the tail of an epoch."""
     windows = story.windows[window.optimizer]
     losing = sum(bool(other.lost) for other in windows)
     return losing * 2 > len(windows) and (len(windows) > 1 or len(window.micro_batches) <= 1)
 
 
-def lost_amount(window: Window, thrown: list[MicroBatch]) -> Comparison | None:
+def lost_amount(window: WatchedWindow, thrown: list[WatchedMicroBatch]) -> Comparison | None:
     """Return how far the kept micro-batches are from all micro-batches, from the gradients that were there."""
     gained = [window.gained(micro_batch) for micro_batch in (*thrown, *window.micro_batches)]
     found = window.found()
@@ -102,7 +102,7 @@ def lost_amount(window: Window, thrown: list[MicroBatch]) -> Comparison | None:
     return compare(found, found.new_zeros(found.shape) + whole)
 
 
-def tail_dropped(story: Story, window: Window) -> Finding | None:
+def tail_dropped(story: Story, window: WatchedWindow) -> Finding | None:
     """The micro-batches of an unfinished window are cleared away, or never stepped."""
     full = story.usual_length(window.optimizer)
     thrown = thrown_away(window)
@@ -119,7 +119,9 @@ def tail_dropped(story: Story, window: Window) -> Finding | None:
     return None
 
 
-def dropped(story: Story, window: Window, micro_batches: list[MicroBatch], site: Site | None, fate: str) -> Finding:
+def dropped(
+    story: Story, window: WatchedWindow, micro_batches: list[WatchedMicroBatch], site: Site | None, fate: str
+) -> Finding:
     """Say which micro-batches were lost."""
     rows = sum(micro_batch.rows for micro_batch in micro_batches)
     steps = [seen.step for seen in story.windows[window.optimizer] if seen.step is not None]
@@ -137,7 +139,7 @@ def dropped(story: Story, window: Window, micro_batches: list[MicroBatch], site:
     )
 
 
-def foreign_gradients(story: Story, window: Window) -> Finding | None:
+def foreign_gradients(story: Story, window: WatchedWindow) -> Finding | None:
     """The optimizer steps with the gradient of a loss that is another optimizer's."""
     for other in story.windows:
         if other == window.optimizer or window.step is None:
@@ -148,7 +150,7 @@ def foreign_gradients(story: Story, window: Window) -> Finding | None:
     return None
 
 
-def judged_micro_batches(story: Story, window: Window, other: int) -> Iterator[MicroBatch]:
+def judged_micro_batches(story: Story, window: WatchedWindow, other: int) -> Iterator[WatchedMicroBatch]:
     """Yield the micro-batches that only judge the other optimizer's output with this one's parameters.
 
     They touch the other's parameters too, that one steps with nothing else, and what it made went into a module of
@@ -169,7 +171,7 @@ def judged_micro_batches(story: Story, window: Window, other: int) -> Iterator[M
             yield micro_batch
 
 
-def takes_from(story: Story, micro_batch: MicroBatch, own: frozenset[int], foreign: frozenset[int]) -> bool:
+def takes_from(story: Story, micro_batch: WatchedMicroBatch, own: frozenset[int], foreign: frozenset[int]) -> bool:
     """Tell whether a module with some of the own parameters took in what one with foreign parameters made."""
     makers = {
         f.order for f in micro_batch.forwards if parameters_in(story, f) & foreign and not parameters_in(story, f) & own
@@ -182,7 +184,7 @@ def parameters_in(story: Story, forward: Forward) -> frozenset[int]:
     return story.trace.modules[forward.module] if forward.module >= 0 else frozenset()
 
 
-def leak(story: Story, window: Window, strangers: list[MicroBatch], other: int) -> Finding:
+def leak(story: Story, window: WatchedWindow, strangers: list[WatchedMicroBatch], other: int) -> Finding:
     """Describe gradients of another loss in an optimizer's step."""
     gained = [window.gained(micro_batch) for micro_batch in strangers]
     found = window.found()

@@ -8,10 +8,10 @@ from torch import Tensor
 
 from wholebatch.doctor.findings.ranks import framework
 from wholebatch.doctor.findings.remedies import line_of
-from wholebatch.doctor.micro_batch import MicroBatch
+from wholebatch.doctor.micro_batch import WatchedMicroBatch
 from wholebatch.doctor.trace import Backward
 from wholebatch.doctor.weights import contains
-from wholebatch.doctor.windows import Story, Window
+from wholebatch.doctor.windows import Story, WatchedWindow
 from wholebatch.verify.finding import Change, Finding
 
 MANY_MICRO_BATCHES = 16
@@ -21,7 +21,7 @@ MOST_MICRO_BATCHES_MEANT = 128
 ROUNDING = {"bfloat16": 1.25e-3, "float16": 1.25e-3 / 8}
 
 
-def batch_norm(story: Story, window: Window) -> Finding | None:
+def batch_norm(story: Story, window: WatchedWindow) -> Finding | None:
     """BatchNorm layers normalise each micro-batch by itself."""
     layers = list(
         dict.fromkeys(
@@ -50,7 +50,7 @@ def batch_norm(story: Story, window: Window) -> Finding | None:
     )
 
 
-def nothing_received(story: Story, window: Window) -> Finding | None:
+def nothing_received(story: Story, window: WatchedWindow) -> Finding | None:
     """Trainable parameters in the optimizer never get a gradient."""
     if window.number or window.step is None:
         return None
@@ -71,7 +71,7 @@ def nothing_received(story: Story, window: Window) -> Finding | None:
     )
 
 
-def short_format(story: Story, window: Window) -> Finding | None:
+def short_format(story: Story, window: WatchedWindow) -> Finding | None:
     """Many micro-batches are added up in a format of few bits."""
     kinds = [micro_batch.backward.dtype for micro_batch in window.micro_batches]
     kind = next((kind for kind in kinds if kind in ROUNDING), None)
@@ -91,7 +91,7 @@ def short_format(story: Story, window: Window) -> Finding | None:
     )
 
 
-def optimizer_in_backward(story: Story, window: Window) -> Finding | None:
+def optimizer_in_backward(story: Story, window: WatchedWindow) -> Finding | None:
     """The optimizer steps inside backward although the loss is that of one micro-batch of several."""
     if window.step is None or not window.step.in_backward or (not window.micro_batches and not window.step.pending):
         return None
@@ -120,7 +120,7 @@ def micro_batches_meant(story: Story, order: int) -> int:
     )
 
 
-def in_batch_negatives(story: Story, window: Window) -> Finding | None:
+def in_batch_negatives(story: Story, window: WatchedWindow) -> Finding | None:
     """A contrastive loss sees only the rows of its micro-batch."""
     micro_batches = [
         micro_batch
@@ -146,12 +146,12 @@ def in_batch_negatives(story: Story, window: Window) -> Finding | None:
     )
 
 
-def alone(micro_batch: MicroBatch, rows: float) -> bool:
+def alone(micro_batch: WatchedMicroBatch, rows: float) -> bool:
     """Tell whether a loss over `rows` rows saw no more than the micro-batch's own."""
     return not micro_batch.rows or rows <= micro_batch.rows
 
 
-def loss_side_parameters(story: Story, window: Window) -> Finding | None:
+def loss_side_parameters(story: Story, window: WatchedWindow) -> Finding | None:
     """The whole loss is back-propagated once a micro-batch, so what lies in the loss itself is counted every time."""
     values = [
         micro_batch.backward.value for micro_batch in window.micro_batches if micro_batch.backward.value is not None
@@ -182,7 +182,7 @@ def loss_side_parameters(story: Story, window: Window) -> Finding | None:
     )
 
 
-def repeated_parameters(story: Story, window: Window) -> list[str]:
+def repeated_parameters(story: Story, window: WatchedWindow) -> list[str]:
     """Return the parameters that get the same gradient from every micro-batch."""
     found = []
     for number in sorted(window.parameters & story.trace.sampled.keys()):
@@ -194,7 +194,7 @@ def repeated_parameters(story: Story, window: Window) -> list[str]:
     return found
 
 
-def part(micro_batch: MicroBatch, start: int, numel: int) -> Tensor | None:
+def part(micro_batch: WatchedMicroBatch, start: int, numel: int) -> Tensor | None:
     """Return what a micro-batch added to one parameter."""
     after, before = micro_batch.backward.after, micro_batch.backward.before
     if after is None or len(after) < start + numel:

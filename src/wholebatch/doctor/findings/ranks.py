@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from wholebatch.doctor.findings.remedies import line_of
-from wholebatch.doctor.micro_batch import MicroBatch
+from wholebatch.doctor.micro_batch import WatchedMicroBatch
 from wholebatch.doctor.trace import Collective
-from wholebatch.doctor.windows import Story, Window
+from wholebatch.doctor.windows import Story, WatchedWindow
 from wholebatch.verify.finding import Change, Finding
 
 
-def flags(window: Window) -> list[bool]:
+def flags(window: WatchedWindow) -> list[bool]:
     """Return, for each micro-batch of a DDP model, whether its forward asked for a reduction."""
     found = [
         [forward.sync for forward in micro_batch.forwards if forward.wrapper == "ddp" and forward.sync is not None]
@@ -18,7 +18,7 @@ def flags(window: Window) -> list[bool]:
     return [any(syncs) for syncs in found if syncs]
 
 
-def last_not_synchronised(story: Story, window: Window) -> Finding | None:
+def last_not_synchronised(story: Story, window: WatchedWindow) -> Finding | None:
     """The last micro-batch of the window is not reduced, so the ranks step with different gradients."""
     synced = flags(window)
     if not synced or synced[-1] or window.step is None or reduced_by_hand(story, window):
@@ -44,7 +44,7 @@ def last_not_synchronised(story: Story, window: Window) -> Finding | None:
     )
 
 
-def reduced_by_hand(story: Story, window: Window) -> bool:
+def reduced_by_hand(story: Story, window: WatchedWindow) -> bool:
     """Tell whether gradients were reduced by a collective between the last backward and the step."""
     if window.step is None:
         return False
@@ -52,7 +52,7 @@ def reduced_by_hand(story: Story, window: Window) -> bool:
     return any(isinstance(event, Collective) and event.name == "all_reduce" for event in between)
 
 
-def synchronised_each_micro_batch(story: Story, window: Window) -> Finding | None:
+def synchronised_each_micro_batch(story: Story, window: WatchedWindow) -> Finding | None:
     """Gradients travel with every micro-batch though once would do."""
     synced = flags(window)
     if window.length < 2 or sum(synced) < 2 or framework(window) == "wholebatch":
@@ -72,19 +72,19 @@ def synchronised_each_micro_batch(story: Story, window: Window) -> Finding | Non
     )
 
 
-def forward_only(micro_batch: MicroBatch) -> bool:
+def forward_only(micro_batch: WatchedMicroBatch) -> bool:
     """Tell whether the forward asked for a reduction that the backward's place was to prevent."""
     return micro_batch.backward.sync is False and any(forward.sync for forward in micro_batch.forwards)
 
 
-def size(story: Story, window: Window) -> str:
+def size(story: Story, window: WatchedWindow) -> str:
     """Return the size of one reduction, in float32."""
     count = sum(story.trace.numels[number] for number in window.parameters) * 4.0
     unit = next(unit for unit in ("B", "kB", "MB", "GB") if count < 1000 or unit == "GB" or not (count := count / 1000))
     return f"{count:.3g} {unit}"
 
 
-def framework(window: Window) -> str | None:
+def framework(window: WatchedWindow) -> str | None:
     """Return whose loop calls backward."""
     site = window.micro_batches[0].backward.site if window.micro_batches else None
     return site.framework if site is not None else None
