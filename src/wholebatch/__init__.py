@@ -24,7 +24,8 @@ from wholebatch.errors import (
 )
 from wholebatch.gradient.coupled import Coupled, coupled_backward
 from wholebatch.gradient.pipeline import Pipeline
-from wholebatch.gradient.separable import Result, backward
+from wholebatch.gradient.result import Result
+from wholebatch.gradient.separable import backward
 from wholebatch.loss.terms import Mean, from_mean, mean, once, total
 from wholebatch.model.checkpointing import checkpointed
 from wholebatch.planning.arrangement import Arrangement

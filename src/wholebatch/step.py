@@ -18,8 +18,10 @@ from typing_extensions import Unpack
 from wholebatch.batch.sizes import Auto, Size, is_number, whole_entry
 from wholebatch.errors import LossError, NonFiniteError, plainly
 from wholebatch.gradient.coupled import Coupled, accumulate_coupled, checked_for_all_rows
-from wholebatch.gradient.separable import LossFunction, Pending, Result, accumulate
+from wholebatch.gradient.result import Pending, Result
+from wholebatch.gradient.separable import accumulate
 from wholebatch.loss.counts import Count, precise
+from wholebatch.loss.terms import LossFunction
 from wholebatch.model.flat_gradients import Buffers
 from wholebatch.model.gradients import GradientAccumulator, all_or_nothing
 from wholebatch.options import STEP, Options, checked, checked_scaler

@@ -165,7 +165,7 @@ def kind_of(value: Any) -> LeafKind:
 
     Example:
         >>> [type(kind_of(value)).__name__ for value in (torch.zeros(2), [1, 2], "text", 3)]
-        ['Dense', 'Entries', 'Kind', 'Kind']
+        ['Dense', 'Entries', 'LeafKind', 'LeafKind']
     """
     if isinstance(value, Tensor):
         return Nested() if value.is_nested else Dense()

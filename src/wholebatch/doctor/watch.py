@@ -17,7 +17,7 @@ from wholebatch.doctor.processes import around_processes, load
 from wholebatch.doctor.recorder import Recorder, StopWatching
 from wholebatch.doctor.report import Report, report_on
 from wholebatch.doctor.trace import Trace
-from wholebatch.gradient.separable import LossFunction
+from wholebatch.loss.terms import LossFunction
 
 
 class Seen:

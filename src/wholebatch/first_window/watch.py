@@ -94,7 +94,7 @@ class Watch(Unwatched):
         options: Options,
         steady: bool = True,
     ) -> None:
-        self._survey, self._loss_fn, self._micro_batches = model_info, loss_fn, micro_batches
+        self._model_info, self._loss_fn, self._micro_batches = model_info, loss_fn, micro_batches
         self._chosen, self._key = options.get("batch_norm"), _key_of(model_info, loss_fn, options)
         self._steady, looks = steady, steady and options.get("verify") != "never"
         self._start = Snapshot(model_info, loss_fn, keep=KEPT) if looks else None
@@ -150,19 +150,19 @@ class Watch(Unwatched):
         Raises:
             InexactError: naming what has moved; it is put back.
         """
-        WATCHED.setdefault(self._survey.model, set()).add(self._key)
+        WATCHED.setdefault(self._model_info.model, set()).add(self._key)
         if self._start is None:
             return
         passed = {"generator"} if self._chosen is None else {"generator", "buffer"}
         moved = [each for each in self._start.moved() if each.kind not in passed]
         if moved and matters(
-            self._start, Snapshot(self._survey, self._loss_fn, keep=KEPT), lambda: say(micro_batches[-1])
+            self._start, Snapshot(self._model_info, self._loss_fn, keep=KEPT), lambda: say(micro_batches[-1])
         ):
             carried = handed_on(moved, micro_batches)
             if carried:
                 self.said = f"not verified: each micro-batch hands {', '.join(carried[:LISTED])} on to the next one"
                 return
-            WATCHED[self._survey.model].remove(self._key)
+            WATCHED[self._model_info.model].remove(self._key)
             self._put_back()
             raise InexactError(
                 f"What a micro-batch says depends on {listed(moved)}, which the forwards move: it follows each of "
@@ -184,10 +184,10 @@ class Watch(Unwatched):
             return {}
         outside = (
             (f"{type(module).__name__}.{name}", parameter)
-            for module in self._survey.outside
+            for module in self._model_info.outside
             for name, parameter in module.named_parameters(recurse=False)
         )
-        return {name: parameter._version for name, parameter in (*self._survey.model.named_parameters(), *outside)}
+        return {name: parameter._version for name, parameter in (*self._model_info.model.named_parameters(), *outside)}
 
 
 def alone(place: str, micro_batches: int) -> str:

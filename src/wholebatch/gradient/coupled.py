@@ -23,27 +23,25 @@ from torch.utils import _pytree as pytree
 from typing_extensions import Unpack
 
 from wholebatch.batch.sizes import Auto, Size, Tokens
-from wholebatch.batch.window import MicroBatch, Window, micro_batches_of
+from wholebatch.batch.window import MicroBatch, Window
 from wholebatch.errors import LossError, OutOfMemoryError, SplitError, SyncError, plainly
 from wholebatch.first_window import proven
 from wholebatch.first_window.trial import Trial
-from wholebatch.gradient.preconditions import refuse_foreign, refuse_inexact
-from wholebatch.gradient.separable import Pending, Result
+from wholebatch.gradient.preconditions import refuse_foreign
+from wholebatch.gradient.result import Pending, Result
+from wholebatch.gradient.setup import Setup, refuse_no_model, set_up
 from wholebatch.gradient.two_pass import Encode, EncodedMicroBatch, EncoderPass, summed
 from wholebatch.loss.denominators import Provisional
 from wholebatch.loss.seeds import BackwardSeeds
 from wholebatch.loss.terms import Mean, ParsedLoss, read
 from wholebatch.loss.totals import LossAccumulator, LossTotals, Sizes
 from wholebatch.model.gradients import GradientAccumulator, all_or_nothing, external_parameters
-from wholebatch.model.inspection import ModelInfo
 from wholebatch.model.memory import is_out_of_memory, release, too_few_rows, words_of
-from wholebatch.model.references import reach_of
 from wholebatch.model.state import State
 from wholebatch.norms import pooled
-from wholebatch.options import Options, checked, checked_scaler
-from wholebatch.ranks.agreement import Ranks, Status
+from wholebatch.options import Options, checked
+from wholebatch.ranks.agreement import Status
 from wholebatch.ranks.gathering import everyone
-from wholebatch.ranks.reduction import ranks_of
 
 
 @dataclass(frozen=True)
@@ -143,31 +141,23 @@ def accumulate_coupled(
     **options: Unpack[Options],
 ) -> Pending:
     """Do all of ``coupled_backward`` but the last multiplication, which ``Step`` joins with its clip."""
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model is {type(model).__name__}; pass the torch.nn.Module whose gradient is wanted.")
+    refuse_no_model(model)
     _refuse_no_functions(loss)
-    chosen, scaler = checked_for_all_rows(options), checked_scaler(scaler)
-    reaches = [reach_of(function) for function in (*loss.encoders, loss.loss_fn)]
-    modules = [module for reach in reaches for module in reach.modules]
-    model_info = ModelInfo(model, modules, [leaf for reach in reaches for leaf in reach.leaves])
-    ranks = ranks_of(model_info, chosen.get("sync", "last"))
+    functions = [*loss.encoders, loss.loss_fn]
+    setup = set_up(model, functions, micro_batch_size, checked_for_all_rows(options), scaler)
+    info, ranks = setup.model_info, setup.ranks
 
     def run(size: int | Tokens | None) -> Pending:
         with ranks:
-            micro_batches = micro_batches_of(batch, size, whole=chosen.get("whole", ()), collate=chosen.get("collate"))
-            refuse_inexact(model_info, micro_batches, chosen)
+            micro_batches = setup.cut(batch, size)
             order = None if isinstance(batch, Window) else _order(micro_batches)
-            functions = [*loss.encoders, loss.loss_fn]
-            trial = Trial(
-                model_info, summed(loss.encoders), ranks, scaler, chosen, [*model_info.parameters, *also], functions
-            )
+            leaves = [*info.parameters, *also]
+            trial = Trial(info, summed(loss.encoders), ranks, setup.scaler, setup.options, leaves, functions)
             verified = proven(trial, batch, micro_batches)
-            gradients.begin(
-                model_info.parameters, also, ranks.views, chosen.get("accumulate_in") or ranks.accumulate_in
-            )
-            pending = _Coupled(model_info, loss, micro_batches, order, ranks, gradients, chosen).pending(scaler)
+            setup.begin(gradients, also)
+            pending = _Coupled(setup, loss, micro_batches, order, gradients).pending()
             gradients.end()
-            return pending.noted(model_info, verified)
+            return pending.noted(info, verified)
 
     if not isinstance(micro_batch_size, Auto):
         return run(micro_batch_size)
@@ -176,7 +166,7 @@ def accumulate_coupled(
             f"micro_batch_size={micro_batch_size!r} begins anew when memory runs out, for which the other "
             f"{ranks.world - 1} ranks would have to wait. Give a number of rows or Tokens(...)."
         )
-    return _fitting(micro_batch_size, run, State(model_info), gradients)
+    return _fitting(micro_batch_size, run, State(info), gradients)
 
 
 def _refuse_no_functions(loss: Coupled) -> None:
@@ -242,21 +232,20 @@ class _Coupled:
 
     def __init__(
         self,
-        model_info: ModelInfo,
+        setup: Setup,
         loss: Coupled,
         micro_batches: Sequence[MicroBatch],
         order: Sequence[int] | None,
-        ranks: Ranks,
         gradients: GradientAccumulator,
-        options: Options,
     ) -> None:
+        model_info, ranks, options = setup.model_info, setup.ranks, setup.options
         self.model_info, self.loss_fn, self.micro_batches, self.order = model_info, loss.loss_fn, micro_batches, order
         self.ranks, self.gradients, self.everyone = ranks, gradients, everyone(ranks, loss.gather)
-        self.pools = options.get("batch_norm") == "pooled"
+        self.pools, self.scaler = options.get("batch_norm") == "pooled", setup.scaler
         self.encoders = [EncoderPass(model_info, function, micro_batches, options, ranks) for function in loss.encoders]
         gradients.include(ranks.leaves())
 
-    def pending(self, scaler: GradScaler | None) -> Pending:
+    def pending(self) -> Pending:
         """Encode, take the loss of all rows, and encode again backward."""
         rows = sum(micro_batch.rows for micro_batch in self.micro_batches)
         with pooled(self.model_info, self.pools):  # the second pass would count its rows again
@@ -267,7 +256,7 @@ class _Coupled:
         leaves = [[leaf.detach().requires_grad_(leaf.is_floating_point()) for leaf in each] for each in joined]
         tally, answer = self._loss([turns[0].form for turns in towers], leaves)
         sums = self.ranks.agree(Status.READY, tally.sums()).sums
-        learns = self._propagate(answer, sums, scaler)
+        learns = self._propagate(answer, sums)
         moved = State(self.model_info, buffers=False)
         self._go_back(towers, leaves)
         after.restore_buffers()
@@ -302,14 +291,14 @@ class _Coupled:
         tally = LossAccumulator()
         return tally, tally.add(read(returned, rows=1))
 
-    def _propagate(self, answer: ParsedLoss | None, sums: LossTotals, scaler: GradScaler | None) -> bool:
+    def _propagate(self, answer: ParsedLoss | None, sums: LossTotals) -> bool:
         """Take the gradient of the loss, for the encoded rows and for what it is made of itself; tell if it has any."""
         if answer is None:
             return False
         alone = self.ranks.world == 1
         denominators = Provisional(self.ranks.world, exact_last=True, loose=False)
         denominators.settle(sums)
-        shares = BackwardSeeds(scaler, self.ranks.divides, drops_empty=alone)
+        shares = BackwardSeeds(self.scaler, self.ranks.divides, drops_empty=alone)
         outputs, seeds = shares.of(answer, denominators)
         if alone:
             shares.check()

@@ -56,7 +56,7 @@ class OutOfMemoryRetry:
     """
 
     def __init__(self, auto: Auto, model_info: ModelInfo, gradients: GradientAccumulator) -> None:
-        self._auto, self._survey, self._gradients = auto, model_info, gradients
+        self._auto, self._model_info, self._gradients = auto, model_info, gradients
         self._failed = self._redone = False
         self._passed: set[MicroBatch] = set()
 
@@ -87,7 +87,7 @@ class OutOfMemoryRetry:
             self._auto.rest()
 
     def _attempt(self, micro_batch: MicroBatch, records: Sequence[Record], work: Callable[[MicroBatch], None]) -> int:
-        state, sums = State(self._survey), self._gradients.mark()
+        state, sums = State(self._model_info), self._gradients.mark()
         marks = [(record, record.mark()) for record in records]
         said = self._try(micro_batch, work)
         if said is None:
@@ -134,7 +134,7 @@ class OutOfMemoryRetry:
 
     def _final(self, micro_batch: MicroBatch, said: str) -> str:
         leaves = ", ".join(str(leaf) for leaf in BatchTree(micro_batch.load()).leaves)
-        peak = peak_bytes(self._survey.device)
+        peak = peak_bytes(self._model_info.device)
         held = "" if peak is None else f" The device has held up to {peak / 2**30:.2f} GiB."
         return (
             f"One row alone does not fit into memory, or is too few where larger ones do not fit: {leaves}. It failed "

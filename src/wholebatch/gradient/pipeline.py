@@ -23,7 +23,7 @@ from torch.amp import GradScaler
 
 from wholebatch.batch.tree import BatchTree, move
 from wholebatch.errors import LossError, SplitError, SyncError
-from wholebatch.gradient.separable import Result
+from wholebatch.gradient.result import Result
 from wholebatch.loss.denominators import Denominators, Known, Provisional, stated_divisors, uniform
 from wholebatch.loss.seeds import BackwardSeeds
 from wholebatch.loss.terms import ParsedLoss, read

@@ -6,7 +6,7 @@ of every rank. A micro-batch knows its own total and count only; dividing is the
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Real
 from typing import Any, TypeAlias
@@ -18,6 +18,8 @@ from wholebatch.errors import LossError
 from wholebatch.loss.counts import Count, is_half
 
 TermKey: TypeAlias = "tuple[str | int, int]"
+LossFunction: TypeAlias = "Callable[[Any, Any], Any]"
+"""Called as ``loss_fn(model, micro_batch)``; returns one of the forms below."""
 
 FORMS = """A loss function returns one of:
   a tensor with one loss per row or token (reduction="none")      the mean of these over the whole batch

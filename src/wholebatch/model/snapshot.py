@@ -61,7 +61,7 @@ class Snapshot:
     Example:
         >>> model = torch.nn.Linear(2, 1)
         >>> model.calls = 0
-        >>> before = Snapshot(Survey(model))
+        >>> before = Snapshot(ModelInfo(model))
         >>> model.calls += 1
         >>> before.moved()
         [Moved(name='calls', kind='value', shape=())]

@@ -28,12 +28,12 @@ class State:
     """
 
     def __init__(self, model: nn.Module | ModelInfo | None = None, buffers: bool = True) -> None:
-        self._survey = model if isinstance(model, ModelInfo) else ModelInfo(nn.Module() if model is None else model)
+        self._model_info = model if isinstance(model, ModelInfo) else ModelInfo(nn.Module() if model is None else model)
         self._python = random.getstate()
         self._torch = torch.get_rng_state()
-        self._devices = [(device, _generator_state(device)) for device in _accelerators(self._survey)]
+        self._devices = [(device, _generator_state(device)) for device in _accelerators(self._model_info)]
         self._numpy = _numpy_state()
-        self._buffers = _held(self._survey) if buffers else []
+        self._buffers = _held(self._model_info) if buffers else []
 
     def restore(self) -> None:
         """Go back to the moment of the snapshot; buffers keep their identity."""
@@ -50,7 +50,7 @@ class State:
 
     def moved(self) -> list[str]:
         """Name the counters and buffers of real numbers that changed since; on a device, those changed in place."""
-        return [self._survey.path(held.module, held.name) for held in self._buffers if held.moved()]
+        return [self._model_info.path(held.module, held.name) for held in self._buffers if held.moved()]
 
     def drew(self) -> bool:
         """Tell whether random numbers have been drawn since."""

@@ -16,7 +16,8 @@ from wholebatch.batch.sizes import Tokens
 from wholebatch.batch.tree import BatchTree, move
 from wholebatch.batch.window import MicroBatch, Window, micro_batches_of
 from wholebatch.errors import OutOfMemoryError, SplitError
-from wholebatch.gradient.separable import LossFunction, accumulate
+from wholebatch.gradient.separable import accumulate
+from wholebatch.loss.terms import LossFunction
 from wholebatch.model.checkpointing import checkpointed, find_blocks
 from wholebatch.model.gradients import GradientAccumulator, all_or_nothing, device_of
 from wholebatch.model.memory import SavedBytes, is_out_of_memory, offloaded

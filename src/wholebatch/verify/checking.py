@@ -10,7 +10,7 @@ from typing_extensions import Unpack
 
 from wholebatch.batch.sizes import Size
 from wholebatch.errors import InexactError, plainly
-from wholebatch.gradient.separable import LossFunction
+from wholebatch.loss.terms import LossFunction
 from wholebatch.model.comparison import Comparison
 from wholebatch.options import Options, checked
 from wholebatch.verify.finding import Finding

@@ -25,7 +25,7 @@ from wholebatch.batch.window import MicroBatch, Window, micro_batches_of
 from wholebatch.errors import SplitError, WholeBatchError
 from wholebatch.first_window.draws import FixedDraws, uncompiled
 from wholebatch.gradient.preconditions import refuse_inexact
-from wholebatch.gradient.separable import LossFunction
+from wholebatch.loss.terms import LossFunction
 from wholebatch.model.comparison import Comparison, compare, errors_of, joined, rounding_of, summed
 from wholebatch.model.state import State
 from wholebatch.options import Options

@@ -15,7 +15,9 @@ from torch.nn.parameter import is_lazy
 
 from wholebatch.batch.sizes import Size
 from wholebatch.errors import SyncError, WholeBatchError
-from wholebatch.gradient.separable import LossFunction, Result, backward
+from wholebatch.gradient.result import Result
+from wholebatch.gradient.separable import backward
+from wholebatch.loss.terms import LossFunction
 from wholebatch.model.inspection import ModelInfo
 from wholebatch.model.references import reach_of
 from wholebatch.model.snapshot import Moved, Snapshot
