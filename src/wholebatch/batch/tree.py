@@ -92,7 +92,7 @@ class BatchTree:
         SplitError: for a name in ``whole`` that is not in the batch.
 
     Example:
-        >>> Nest({"x": torch.zeros(4, 2), "name": ["a", "b", "c", "d"]}).take(slice(1, 3))["name"]
+        >>> BatchTree({"x": torch.zeros(4, 2), "name": ["a", "b", "c", "d"]}).take(slice(1, 3))["name"]
         ['b', 'c']
     """
 
