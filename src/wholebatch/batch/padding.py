@@ -36,7 +36,8 @@ class Padding:
         SplitError: if there is no such mask, nothing follows it, or a named tensor does not.
 
     Example:
-        >>> tree = BatchTree({"ids": torch.tensor([[5, 0, 0], [6, 7, 0]]), "mask": torch.tensor([[1, 0, 0], [1, 1, 0]])})
+        >>> ids, mask = torch.tensor([[5, 0, 0], [6, 7, 0]]), torch.tensor([[1, 0, 0], [1, 1, 0]])
+        >>> tree = BatchTree({"ids": ids, "mask": mask})
         >>> Padding(tree, "mask").lengths
         [1, 2]
     """

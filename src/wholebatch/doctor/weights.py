@@ -180,11 +180,11 @@ def of_window(group: list[WatchedWindow], ranks: list[int], lengths: list[int], 
     if after is None:
         return []  # the loop made a gradient of its own out of what the backwards left
     keyed: dict[tuple[object, ...], dict[int, list[Share]]] = {}
-    for rank, window in zip(ranks, group, strict=False):
-        for gathering in window.gathered:
-            for part, loss in enumerate(losses_of(gathering)):
-                for key, share in shares_in(rank, window, loss):
-                    keyed.setdefault((gathering[0].backward.path, *key), {}).setdefault(part, []).append(share)
+    gatherings = [(rank, window, each) for rank, window in zip(ranks, group, strict=False) for each in window.gathered]
+    for rank, window, gathering in gatherings:
+        for part, loss in enumerate(losses_of(gathering)):
+            for key, share in shares_in(rank, window, loss):
+                keyed.setdefault((gathering[0].backward.path, *key), {}).setdefault(part, []).append(share)
     return [together(list(parts.values()), group, world, lengths, after) for parts in keyed.values()]
 
 

@@ -129,10 +129,10 @@ class Snapshot:
                 saved = holder.read()
                 self._held.append((holder, saved))
                 rooms[within] -= 1 + len(saved)
-                for key, held in saved.items():
-                    if not issubclass(type(held), PLAIN):
-                        self._note(holder, key, held)
-                        found.append((holder.place(key), held, inner))
+                deeper = [(key, held) for key, held in saved.items() if not issubclass(type(held), PLAIN)]
+                found += [(holder.place(key), held, inner) for key, held in deeper]
+                for key, held in deeper:
+                    self._note(holder, key, held)
 
     def _note(self, holder: Holder, key: Hashable, value: Any) -> None:
         if id(value) not in self._contents:

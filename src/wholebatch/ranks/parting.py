@@ -87,14 +87,16 @@ def cut(groups: Sequence[dist.ProcessGroup]) -> None:
     waited for that nobody sends. Other backends let go when the process ends.
     """
     for group in groups:
-        if dist.get_backend(group) != "gloo":
-            continue
-        for other in dist.get_process_group_ranks(group):
-            if other != dist.get_rank():
-                with suppress(RuntimeError):
-                    work = dist.irecv(torch.zeros(1), src=other, group=group, tag=NOBODY)
-                    if work is not None:
-                        work.wait(timedelta(milliseconds=1))
+        if dist.get_backend(group) == "gloo":
+            for other in set(dist.get_process_group_ranks(group)) - {dist.get_rank()}:
+                _let_go(group, other)
+
+
+def _let_go(group: dist.ProcessGroup, other: int) -> None:
+    with suppress(RuntimeError):  # which is what comes of it
+        work = dist.irecv(torch.zeros(1), src=other, group=group, tag=NOBODY)
+        if work is not None:
+            work.wait(timedelta(milliseconds=1))
 
 
 def _places(group: Any) -> list[str]:

@@ -395,8 +395,8 @@ class CheckRun:
 
     def with_draws(self, draws: bool) -> None:
         """Run the micro-batches again with the draws they made: the window must be their sum."""
-        zero_output = not draws or self.meets or isinstance(self.size_wanted, Auto)
-        if any(over_ranks(zero_output or bool(self.findings) or bool(self.not_shown), self.wrapped)) or self.wrapped:
+        nothing_to_run = not draws or self.meets or isinstance(self.size_wanted, Auto)
+        if any(over_ranks(nothing_to_run or bool(self.findings) or bool(self.not_shown), self.wrapped)) or self.wrapped:
             return
         ran = self.stage.run()
         if any(each.kind == "generator" for each in ran.moved):
