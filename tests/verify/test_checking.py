@@ -367,3 +367,71 @@ def test_a_scripted_model_is_read_too() -> None:
         model = torch.jit.script(nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3)))
     assert wb.check(model, cross_entropy, labelled(), 4).ok
     assert not wb.check(model, in_batch, labelled(), 4).ok
+
+
+def ragged_means(model: nn.Module, batch: Any) -> torch.Tensor:
+    rows = torch.stack([row.mean(0) for row in model(batch[0]).unbind()])
+    return F.cross_entropy(rows, batch[1], reduction="none")
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("naive", [False, True])
+def test_a_jagged_batch_is_copied_with_its_offsets(naive: bool) -> None:
+    rows = [torch.randn(length, 5, dtype=torch.float64) for length in (3, 7, 2, 5, 1, 4)]
+    batch = (torch.nested.nested_tensor(rows, layout=torch.jagged), torch.randint(0, 3, (6,)))
+    model = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+
+    def alone(model: nn.Module, batch: Any) -> Any:
+        return wb.from_mean(ragged_means(model, batch).mean(), items=1)
+
+    report = wb.check(model, alone if naive else ragged_means, batch, 4, verify="never")
+    assert report.verdict == ("not exact" if naive else "exact"), str(report)
+
+
+@pytest.mark.parametrize("rows", [8, 13])
+@pytest.mark.parametrize("naive", [False, True])
+def test_a_double_model_whose_loss_is_single_rounds_as_that_and_hides_nothing_larger(rows: int, naive: bool) -> None:
+    model = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+
+    def loss_fn(model: nn.Module, batch: Any) -> Any:
+        values = cross_entropy(model, batch).float()
+        return values * (1 + 1e-6 * len(values)) if naive else values
+
+    batch = (torch.randn(rows, 5, dtype=torch.float64), torch.randint(0, 3, (rows,)))
+    report = wb.check(model, loss_fn, batch, 4, verify="never")
+    assert report.verdict == ("not exact" if naive else "exact"), str(report)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("naive", [False, True])
+def test_a_converged_model_is_measured_by_its_own_rounding(dtype: torch.dtype, naive: bool) -> None:
+    inputs, weight = torch.randn(20, 6).double(), torch.randn(6, 1).double()
+    targets = inputs @ weight + 1e-3 * torch.randn(20, 1).double()
+    best = torch.linalg.lstsq(inputs, targets).solution
+    near = 1e-9 if dtype is torch.float64 else 3e-5
+    model = nn.Linear(6, 1, bias=False).to(dtype)
+    with torch.no_grad():
+        model.weight.copy_((best + near * torch.randn(6, 1)).T)
+
+    def loss_fn(model: nn.Module, batch: Any) -> Any:
+        values = (model(batch[0]) - batch[1]).square().mean(1)
+        return wb.from_mean(values.mean(), items=1) if naive else values
+
+    report = wb.check(model, loss_fn, (inputs.to(dtype), targets.to(dtype)), 7, verify="never")
+    assert report.verdict == ("not exact" if naive else "exact"), str(report)
+
+
+def test_draws_of_one_row_that_serve_another_are_refused_alike_by_the_proof_and_the_check() -> None:
+    def mirrored(model: nn.Module, rows: Any) -> Any:
+        drawn = torch.rand(len(rows) // 2 + 1, 1)
+        return model(rows + torch.cat([drawn, 1 - drawn])[: len(rows)]).square().mean(1)
+
+    def with_rows(model: nn.Module, batch: Any) -> Any:
+        return model(batch[0] + batch[1]).square().mean(1)
+
+    model, rows, drawn = nn.Sequential(nn.Linear(5, 4), nn.Tanh()), torch.randn(12, 5), torch.rand(6, 1)
+    with pytest.raises(wb.InexactError, match="Draw them with the batch"):
+        wb.backward(model, mirrored, rows, 5)
+    report = wb.check(model, mirrored, rows, 5, verify="never")
+    assert report.verdict == "not exact" and any("Draw them with the batch" in note for note in report.notes)
+    assert wb.check(model, with_rows, (rows, torch.cat([drawn, 1 - drawn])), 5).ok

@@ -78,3 +78,9 @@ MEETING = Reason(
     "wb.backward(model, loss_fn, batch, micro_batch_size=...)",
     "wb.coupled_backward(model, encode, loss_fn, batch, micro_batch_size=...)",
 )
+
+DRAWN = (
+    "Or numbers that are drawn for one row serve another one too, as in cat([t, 1 - t]): each micro-batch then pairs "
+    "other rows than the batch does. Draw them with the batch, and they go with their rows."
+)
+"""What may also be where rows meet and the model or the loss function draws."""

@@ -317,6 +317,7 @@ class Judge:
             f"{_rows(sample)} are not the sum of their parts ({sample.sizes}): losses {outcome.loss:.2g} apart, "
             f'gradients {outcome.gradient:.2g}. {reasons.MEETING} verify="never" goes on as a plain loop would.'
             + _or_stated(outcome)
+            + f" {reasons.DRAWN}" * bool(outcome.seen)
         )
 
     def _own_cut(self) -> str:

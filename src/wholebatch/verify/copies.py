@@ -85,9 +85,13 @@ class _Copying(TorchFunctionMode):
         return memo[id(tensor)]
 
     def _changes(self, tensor: Tensor) -> bool:
-        """Tell whether the copy is another than torch would make: one in another place, or of what it refuses."""
+        """Tell whether the copy is another than torch would make: one in another place, or of what it refuses.
+
+        A jagged tensor that torch copies has the sizes of the old one and offsets of its own, and no backward.
+        """
         elsewhere = self.device is not None and tensor.device != self.device
-        return elsewhere or as_dtype(tensor, self.dtype) is not tensor or tensor.grad_fn is not None
+        refused = tensor.grad_fn is not None or tensor.is_nested
+        return elsewhere or refused or as_dtype(tensor, self.dtype) is not tensor
 
 
 class _Listing(TorchFunctionMode):

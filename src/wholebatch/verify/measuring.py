@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import pickle
 import random
@@ -23,6 +24,7 @@ from wholebatch.batch.sizes import Auto, Size, Tokens
 from wholebatch.batch.tree import BatchTree
 from wholebatch.batch.window import MicroBatch, Window, micro_batches_of
 from wholebatch.errors import SplitError, WholeBatchError
+from wholebatch.first_window import reasons
 from wholebatch.first_window.draws import FixedDraws, uncompiled
 from wholebatch.gradient.preconditions import refuse_inexact
 from wholebatch.loss.terms import LossFunction
@@ -34,6 +36,7 @@ from wholebatch.verify.copies import copied
 from wholebatch.verify.explaining import FOREIGN, Case, bent_by_hooks, explain, where_rows_meet
 from wholebatch.verify.finding import Finding
 from wholebatch.verify.gluing import Unlike, glued
+from wholebatch.verify.precision import Rounded
 from wholebatch.verify.reference import OtherName, Reference, plain_gradient, rows_or_one, terms_in, whole_micro_batches
 from wholebatch.verify.running import Bench, Ran, over_ranks, several_ranks, shares, together
 from wholebatch.verify.watching import HookSums, ReplayedLoss, checkpoints_heard
@@ -58,6 +61,7 @@ class CheckRun:
         self.findings: list[Finding] = []
         self.not_shown: list[str] = []
         self.carried: list[str] = []
+        self.drawn = False
         self.comparable = True
         self.size = Comparison(math.inf, 0.0, 0.0)
         self.rounding = rounding_of(self.dtype)
@@ -253,20 +257,42 @@ class CheckRun:
             self.findings.append(causes.nothing(truth))
         elif not all(bool(gradient.isfinite().all()) for gradient in truth.gradients.values()):
             self.not_shown.append("The gradient of the whole batch is not finite, so nothing can be compared with it.")
-        elif not self.size.error <= self.tolerance:
+        elif not (self.size.error <= self.tolerance or self.is_rounding(micro_batches)):
             self.explain(ran, micro_batches)
         else:
             self.say_rounding()
             self.compare_the_rest(ran, own)
             self.compare_what_hooks_see(ran, micro_batches)
 
+    def is_rounding(self, micro_batches: Sequence[Any]) -> bool:
+        """Measure what rounding explains where the bound of the precision does not, and look again."""
+        if self.reading["dtype"] != torch.float64:
+            return False
+        if self.uncast is not None:
+            self.own_error = compare(*joined(self.uncast.gradients, self.truth.gradients)).error
+            if self.own_error > self.rounding.sums:  # one number in few bits may be so far off, and by chance is not
+                self.own_error = max(self.own_error, torch.finfo(torch.float32).eps / 2)
+        self.own_error = max(self.own_error, self.rounded.between(micro_batches))
+        self.tolerance = max(self.tolerance, 4 * self.own_error)
+        return self.size.error <= self.tolerance
+
+    @property
+    def rounded(self) -> Rounded:
+        """Reads again, in other precisions."""
+        return Rounded(self.stage.model, self.loss_fn, self.dtype, self.reading, self.stage.back)
+
+    @functools.cached_property
+    def uncast(self) -> Reference | None:
+        """The whole batch without a number in fewer bits, where the model itself is in double precision."""
+        wide = self.dtype == self.reading["dtype"] == torch.float64
+        return self.rounded.uncast([self.whole]) if wide and self.whole is not None else None
+
     def say_rounding(self) -> None:
         """Where the whole batch itself is far from double precision, agreement to within that shows nothing."""
         if self.own_error > self.rounding.rough:
             self.not_shown.append(
-                f"In {self.dtype} the whole batch in one micro-batch is {self.own_error:.1g} away from double "
-                f"precision, and "
-                "no difference below that can be seen: check in float64, or with another batch."
+                f"In {self.dtype} the plain reading itself is {self.own_error:.1g} away from one in more bits, and no "
+                "difference below that can be seen: check in float64, or with another batch."
             )
 
     def is_nothing(self, ran: Ran) -> bool:
@@ -279,11 +305,10 @@ class CheckRun:
         """Where the gradients agree, look at what was reported of them, and at what else has moved."""
         truth = self.truth
         whole = [n for (_, place), n in truth.counts.items() if not isinstance(ran.result.items, dict) or not place]
-        loss, room = float(ran.result.loss), 10 * self.tolerance * max(truth.size, abs(float(truth.loss)))
-        room += 4 * abs(float(own.loss) - float(truth.loss)) if own is not None else 0.0
+        loss = float(ran.result.loss)
         if causes.counts_differ(ran.items, whole):
             self.findings.append(causes.miscounted(whole, ran.items, self.size))
-        elif not abs(loss - float(truth.loss)) <= room:
+        elif not (self.is_the_loss(loss, own) or self.is_the_loss(loss, self.uncast)):
             self.findings.append(causes.another_loss(loss, float(truth.loss)))
         missing = [name for name in ran.missing if bool(truth.gradients[name].any())]
         if missing:
@@ -293,6 +318,13 @@ class CheckRun:
             self.findings.append(causes.other_buffers(moved))
         if truth.micro_batches > 1 and (self.micro_batches > 1 or self.wrapped):
             self.look_for_coupling()
+
+    def is_the_loss(self, loss: float, own: Reference | None) -> bool:
+        """Tell whether a loss is the whole batch's, as far as a reading in another precision says what rounding is."""
+        truth = self.truth
+        room = 10 * self.tolerance * max(truth.size, abs(float(truth.loss)))
+        room += 4 * abs(float(own.loss) - float(truth.loss)) if own is not None else 0.0
+        return abs(loss - float(truth.loss)) <= room
 
     def compare_what_hooks_see(self, ran: Ran, micro_batches: Sequence[Any]) -> None:
         """Show hooks the plain reading of the same micro-batches: what they see must not depend on how it is
@@ -345,7 +377,10 @@ class CheckRun:
             reading=self.reading,
             back=self.stage.back,
         )
-        self.findings.append(explain(case))
+        finding = explain(case)
+        self.findings.append(finding)
+        if self.drawn and finding.rule == reasons.MEETING.rule:
+            self.notes.append(reasons.DRAWN)
 
     def as_wide(self) -> list[Any] | None:
         """Make the same micro-batches padded as in the whole batch; None where no padding was taken off."""
@@ -381,6 +416,7 @@ class CheckRun:
 
     def say_draws(self, seen: Sequence[str]) -> None:
         """Note what draws, and where that can't be held still."""
+        self.drawn = bool(seen)
         if not seen:
             return
         drawn = ", ".join(seen[:4])
