@@ -37,7 +37,7 @@ from wholebatch.batchnorm.executor import Executor
 from wholebatch.batchnorm.tensor_store import TensorStore
 from wholebatch.batchnorm.window import WholeWindow
 from wholebatch.model.inspection import ModelInfo
-from wholebatch.ranks.agreement import SingleProcess
+from wholebatch.ranks.agreement import Ranks
 from wholebatch.train.corpus import signatures
 
 PARTS = ["BatchNorm", "contrastive", "MiniLM"]
@@ -172,7 +172,7 @@ def sparing(model: nn.Module, rows: Rows, size: int) -> None:
 def exact_on(shelf: TensorStore) -> Run:
     def run(model: nn.Module, rows: Rows, size: int) -> None:
         micro_batches = micro_batches_of(rows, size)
-        window = WholeWindow(ModelInfo(model), losses, SingleProcess(), Executor(model, shelf))
+        window = WholeWindow(ModelInfo(model), losses, Ranks(), Executor(model, shelf))
         window.forward(micro_batches)
         for micro_batch in micro_batches:
             (window.loss(micro_batch).sum() / len(rows[0])).backward()
