@@ -212,3 +212,39 @@ def test_a_function_of_the_whole_mean_is_not_taken_of_a_share(use: Callable[[Any
 def test_a_term_that_is_used_like_a_tensor_says_what_it_is(name: str) -> None:
     with pytest.raises(AttributeError, match=r"no .*'.*\.value"):
         getattr(wb.mean(VALUES), name)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        torch.sqrt,
+        torch.exp,
+        torch.log,
+        lambda term: torch.clamp(term, min=0.1),
+        lambda term: torch.stack([term, term]),
+        lambda term: torch.tensor(1.0) > term,
+        lambda term: term > 0,
+        lambda term: term == 0,
+        lambda term: max(term, 0.0),
+        lambda term: 2**term,
+        lambda term: f"{term:.3f}",
+        float,
+        abs,
+    ],
+)
+def test_a_term_is_no_number_and_says_what_it_is(use: Any) -> None:
+    values = torch.rand(3, requires_grad=True)
+    for term in (wb.mean(values), wb.mean(values) + 0.5 * wb.total(values)):
+        with pytest.raises(wb.LossError, match="only sums of terms, and terms times numbers"):
+            use(term)
+
+
+def test_tensors_still_weigh_terms_and_terms_are_themselves() -> None:
+    values = torch.rand(3, requires_grad=True)
+    term = wb.mean(values)
+    for weighted in (torch.exp(torch.tensor(2.0)) * term, term * torch.tensor(2.0).exp(), term / torch.tensor(2.0)):
+        assert isinstance(weighted, type(term + term))
+    assert term == term and term != wb.mean(values) and term != None and len({term, term}) == 1  # noqa: E711
+    for name in ("item", "backward", "sqrt"):
+        with pytest.raises(AttributeError, match="Return it from the loss function"):
+            getattr(term, name)()

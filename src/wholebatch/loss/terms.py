@@ -37,6 +37,10 @@ NOT_LINEAR = (
 )
 
 
+OPERATORS = (Tensor.add, Tensor.sub, Tensor.mul, Tensor.div)
+"""What torch calls ``+ - * /`` between a tensor and something else."""
+
+
 class Terms:
     """A weighted sum of terms, as made by ``a + 0.1 * b``."""
 
@@ -79,10 +83,39 @@ class Terms:
         return self * (1.0 / _weight(divisor))
 
     def __pow__(self, exponent: object) -> Terms:
-        raise LossError(f"Cannot raise a term to the power of {exponent}. {NOT_LINEAR}")
+        raise LossError(f"Cannot take a power of a term and {describe(exponent)}. {NOT_LINEAR}")
+
+    __rpow__ = __pow__
 
     def __rtruediv__(self, other: object) -> Terms:
         raise LossError(f"Cannot divide {describe(other)} by a term. {NOT_LINEAR}")
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(function, "__name__", str(function))
+        if function in OPERATORS or name.startswith("__"):
+            return NotImplemented  # a tensor beside an operator: the term's own reflected one is asked next
+        raise _not_a_number(f"Cannot take torch's {name} of a term.")
+
+    def __float__(self) -> float:
+        raise _not_a_number("A term is no number.")
+
+    __int__ = __abs__ = __round__ = __float__
+
+    def __format__(self, form: str) -> str:
+        if form:
+            raise _not_a_number(f"Cannot write a term as {form!r}.")
+        return str(self)
+
+    def __eq__(self, other: object) -> bool:
+        return self is other if not isinstance(other, (Real, Tensor)) else self < other
+
+    __hash__ = object.__hash__
+
+    def __lt__(self, other: object) -> bool:
+        raise _not_a_number(f"Cannot compare a term with {describe(other)}.")
+
+    __gt__ = __le__ = __ge__ = __lt__
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(
@@ -370,6 +403,13 @@ def _metric(name: str, value: object, rows: int) -> Mean:
     if len(parts) != 1:
         raise LossError(f"The metric {name!r} is a sum of {len(parts)} terms; give each its own name.")
     return replace(parts[0], total=parts[0].total.detach())
+
+
+def _not_a_number(what: str) -> LossError:
+    return LossError(
+        f"{what} It is a sum whose denominator the window knows; the mean over this micro-batch alone is the .value "
+        f"of wb.mean(...), for logs. {NOT_LINEAR}"
+    )
 
 
 def _weight(factor: object) -> Count:
