@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from typing import Any, NamedTuple
 
 import pytest
@@ -167,3 +168,22 @@ def test_samples_in_one_micro_batch_or_in_a_window_run_as_they_are() -> None:
     wb.backward(model, loss, wb.Window([samples[:2], samples[2:]]))
     assert said[0] is samples
     assert [len(rows) for rows in said[-2:]] == [2, 2]
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="errors take no notes")
+@pytest.mark.parametrize("kind", ["class weights", "a bug of another kind"])
+def test_an_error_of_torchs_names_the_leaf_that_should_have_gone_whole(kind: str) -> None:
+    def loss_fn(model: nn.Module, batch: Any) -> Any:
+        logits = model(batch["x"] if kind == "class weights" else batch["x"][:, 1:])
+        values = F.cross_entropy(logits, batch["y"], batch["w"], reduction="none")
+        return wb.mean(values / batch["w"][batch["y"]], batch["w"][batch["y"]])
+
+    batch = {"x": torch.randn(10, 4), "y": torch.arange(10), "w": torch.rand(10) + 0.5}
+    model = nn.Linear(4, 10)
+    with pytest.raises(RuntimeError) as caught:
+        wb.backward(model, loss_fn, batch, 4)
+    notes = getattr(caught.value, "__notes__", [])
+    assert [("whole=('w',)" in note) for note in notes] == ([True] if kind == "class weights" else [])
+    assert model.weight.grad is None
+    if kind == "class weights":
+        assert wb.check(model, loss_fn, batch, 4, whole=("w",)).ok

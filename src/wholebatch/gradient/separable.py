@@ -31,6 +31,7 @@ from wholebatch.gradient.out_of_memory import OutOfMemoryRetry, Record, RestartW
 from wholebatch.gradient.passes import Backwards, Forwards
 from wholebatch.gradient.result import Pending, Result
 from wholebatch.gradient.setup import Setup, refuse_no_model, set_up
+from wholebatch.gradient.whole_leaves import noted_whole_leaves
 from wholebatch.loss.denominators import (
     Denominators,
     Divisors,
@@ -131,7 +132,8 @@ def accumulate(
         del trial  # and what it has copied
         setup.begin(gradients, also)
         watch = watch_for(info, loss_fn, len(micro_batches), setup.options, ranks, splits=splits)
-        pending = _WindowRun(setup, loss_fn, micro_batches, gradients, watch).pending()
+        with noted_whole_leaves(setup, loss_fn, batch, micro_batches):
+            pending = _WindowRun(setup, loss_fn, micro_batches, gradients, watch).pending()
         gradients.end()
         return pending.noted(info, watch.said or verified)
 

@@ -1,0 +1,73 @@
+"""A note beside a user's own error: a leaf without rows was cut, since it has as many entries as the batch has rows.
+
+Class weights of ten classes in a batch of ten rows, an adjacency matrix, offsets: torch then complains of a size that
+nobody wrote. The note is given only where the micro-batch runs as soon as that leaf goes whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from wholebatch.batch.tree import BatchTree, Leaf, move
+from wholebatch.batch.window import MicroBatch, Window
+from wholebatch.errors import WholeBatchError
+from wholebatch.first_window.verdict import USER_ERRORS
+from wholebatch.gradient.setup import Setup
+from wholebatch.loss.terms import LossFunction
+from wholebatch.model.memory import is_out_of_memory
+from wholebatch.model.state import left_alone
+
+MOST = 16
+"""Up to how many leaves are tried one by one."""
+
+
+@contextmanager
+def noted_whole_leaves(
+    setup: Setup, loss_fn: LossFunction, batch: Any, micro_batches: Sequence[MicroBatch]
+) -> Iterator[None]:
+    """Let a user's error pass, with a note that names the leaf that should have gone whole, if there is one."""
+    try:
+        yield
+    except USER_ERRORS as error:
+        given = isinstance(batch, Window) or setup.options.get("collate") is not None
+        alone = setup.ranks.world == 1  # else a forward may be a collective
+        foreign = isinstance(error, WholeBatchError) or is_out_of_memory(error)
+        if alone and not given and not foreign and len(micro_batches) > 1 and hasattr(error, "add_note"):
+            note = _note(setup, loss_fn, batch, micro_batches)
+            _ = note and error.add_note(note)
+        raise
+
+
+def _note(setup: Setup, loss_fn: LossFunction, batch: Any, micro_batches: Sequence[MicroBatch]) -> str:
+    """Try leaf after leaf whole in a micro-batch that fails; nothing if none explains it."""
+    named = setup.options.get("whole", ())
+    whole = (named,) if isinstance(named, str) else tuple(named)
+    leaves = [leaf for leaf in BatchTree(batch, whole).leaves if leaf.rows is not None and leaf.is_array]
+    for index in (micro_batches[0].index, micro_batches[-1].index):
+        if _runs(setup, loss_fn, batch, whole, index):
+            continue
+        for leaf in leaves[:MOST] if len(leaves) > 1 else ():
+            if leaf.path and _runs(setup, loss_fn, batch, (*whole, leaf.path), index):
+                return _words(leaf, len(index))
+    return ""
+
+
+def _runs(setup: Setup, loss_fn: LossFunction, batch: Any, whole: tuple[str, ...], index: Sequence[int]) -> bool:
+    """Tell whether the loss function takes some rows, with these leaves whole."""
+    info = setup.model_info
+    try:
+        with left_alone(info):
+            loss_fn(info.model, move(BatchTree(batch, whole).take(index), info.device))
+    except (*USER_ERRORS, MemoryError):
+        return False
+    return True
+
+
+def _words(leaf: Leaf, rows: int) -> str:
+    return (
+        f"wholebatch: {leaf} has as many entries as the batch has rows ({leaf.rows}), so it was cut, too: {rows} of "
+        "them in this micro-batch, which runs if it goes whole. If its entries are no rows, say "
+        f"whole=({leaf.path!r},)."
+    )
