@@ -25,8 +25,8 @@ from wholebatch.integrations.transformers import exact  # noqa: E402
 pytestmark = [pytest.mark.distributed, pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 needs_deepspeed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
 
-RATE = 0.5
-ROUNDING = 2e-5  # of parameters about a thousand times as large as the update
+RATE = 8.0  # so large that storing parameters in float32 rounds off 4e-7 of their update; at 0.5 it is 5.7e-6
+ROUNDING = 2e-6
 WRAPPED = {"fsdp1": "FullyShardedDataParallel", "fsdp2": "FSDPModule", "zero": "DeepSpeedEngine"}
 ENGINES = [
     pytest.param("fsdp2", marks=needs_shards),
@@ -110,9 +110,9 @@ def model() -> Any:
     return alone.tiny("BertForSequenceClassification", **alone.CLASSES)
 
 
-def by_whole_batches() -> dict[str, Tensor]:
-    """What two plain steps of float64 make of the parameters."""
-    whole = model().double()
+def by_whole_batches(dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
+    """What two plain steps make of the parameters."""
+    whole = model().to(dtype)
     for window in (rows()[:16], rows()[16:]):
         whole.zero_grad()
         alone.own_loss(whole, alone.padded(window)).backward()
@@ -134,6 +134,10 @@ def test_a_sharded_model_makes_the_whole_batches_update(ranks: Ranks, engine: st
     wrapped, done = ranks.run(train, engine, True, {}, seconds=90.0)[0]
     assert WRAPPED[engine if engine in WRAPPED else engine[:-1]] in wrapped
     assert off_by(done) < ROUNDING
+
+
+def test_two_plain_steps_in_float32_come_as_near() -> None:
+    assert off_by(by_whole_batches(torch.float32)) < ROUNDING
 
 
 @needs_shards
