@@ -43,6 +43,8 @@ RANK = {room: place for place, room in enumerate(ORDER)}
 FRAMEWORKS = {
     "integrations/accelerate": {"accelerate"},
     "integrations/lightning": {"lightning", "lightning_fabric", "pytorch_lightning"},
+    "integrations/trainer_refusals": {"transformers"},
+    "integrations/trainer_shares": {"transformers"},
     "integrations/transformers": {"transformers", "accelerate"},
     "integrations/ultralytics": {"ultralytics"},
     "train": {"PIL", "numpy", "pyarrow", "rich", "safetensors", "sklearn", "transformers", "tyro", "yaml"},

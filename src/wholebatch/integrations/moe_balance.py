@@ -46,6 +46,14 @@ class Load:
         return len(self.chosen) * (self.chosen.to(likely) * likely).sum() / self.tokens.to(likely) ** 2
 
 
+@dataclass(frozen=True)
+class Balance:
+    """What the experts' shares are divided by: the window's items and load, over all ranks."""
+
+    items: float
+    load: Load
+
+
 def load_of(router_logits: tuple[Tensor, ...], mask: Tensor | None, top_k: int) -> Load:
     """Sum up what the routers of one micro-batch did.
 

@@ -10,14 +10,12 @@ balanced experts, BatchNorm over the whole batch) `training_step` waits for the 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, TypeVar, cast
 
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from typing_extensions import Unpack
 
 import wholebatch as wb
@@ -25,11 +23,12 @@ from wholebatch.batch.sizes import Size
 from wholebatch.batch.window import Window, micro_batches_of
 from wholebatch.errors import InexactError, WholeBatchError
 from wholebatch.integrations.foreign_loop import everywhere, world
-from wholebatch.integrations.infer_denominator import Counter, has_rows, targets_of
+from wholebatch.integrations.infer_denominator import Counter
 from wholebatch.integrations.streams import draw, refuse_repeats
-from wholebatch.integrations.trainer_loss import Meaning, is_number
+from wholebatch.integrations.trainer_loss import Meaning
+from wholebatch.integrations.trainer_refusals import owner_of, refuse, shifts
+from wholebatch.integrations.trainer_shares import DIVIDING, Outside, Shares, Waiting
 from wholebatch.integrations.watching import FirstWindow
-from wholebatch.loss.totals import LossAccumulator, LossTotals, Schema
 from wholebatch.options import Options, checked
 
 T = TypeVar("T", bound=transformers.Trainer)
@@ -67,55 +66,26 @@ def exact(trainer: type[T], micro_batch_size: Size = None, **options: Unpack[Opt
     items = checked(options).pop("items", None)
     settings = {"_size": micro_batch_size, "_items": items and staticmethod(items), "_options": options}
     own = () if trainer is transformers.Trainer else (trainer,)
-    return cast("type[T]", type(f"Exact{trainer.__name__}", (_Outside, *own, _Inside), settings))
+    return cast("type[T]", type(f"Exact{trainer.__name__}", (Outside, *own, Inside), settings))
 
 
-@dataclass
-class _Shares:
-    """A window whose items are known: what is left of it, and all its items over all ranks.
-
-    Attributes:
-        counts: the items of the micro-batches still to come, in order; None for one that only fills the window up.
-        items: the items of the window, over all ranks.
-        ranks: over how many ranks the engine averages.
-        running: whether a micro-batch is in the Trainer's own step just now.
-        reached: whether the step at hand has asked for a loss there.
-    """
-
-    counts: list[float | None]
-    items: float
-    ranks: int
-    running: bool = False
-    reached: bool = False
-    rows: set[int] = field(default_factory=set)
-
-
-@dataclass
-class _Waiting:
-    """A window between its first call of `training_step` and its last; items are those of all ranks, if countable."""
-
-    batches: list[Any]
-    calls: int
-    items: Tensor | None
-
-
-class _Inside(transformers.Trainer):
+class Inside(transformers.Trainer):
     """The steps of a window; stands below the user's own class, whose overrides reach it by `super()`."""
 
     _size: Size = None
     _items: Counter | None = None
     _options: ClassVar[Options] = {}
-    _shares: _Shares | None = None
-    _waiting: _Waiting | None = None
+    _shares: Shares | None = None
+    _waiting: Waiting | None = None
     _last: Any = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        _refuse(self, self._size)
-        compute_loss = _owner_of(self, "compute_loss")
+        refuse(self, self._size, self._stays)
+        compute_loss = owner_of(self, "compute_loss")
         own = compute_loss is transformers.Trainer and self.compute_loss_func is None
         believes = dict(self._options).get("verify") == "never"
-        self._meaning = Meaning(self, self._items, own, lambda: _shifts(self), believes)
+        self._meaning = Meaning(self, self._items, own, lambda: shifts(self), believes)
         self._first = FirstWindow(
             self._options,
             'Choose exact(Trainer, batch_norm="exact") (statistics of the whole batch) or "micro" (as usual)',
@@ -143,7 +113,7 @@ class _Inside(transformers.Trainer):
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: Any) -> tuple[list[Any], Any]:
         """Draw a window and count its items over all ranks; a short one is filled up to the length of the loop."""
         if self._stays:
-            self._shares = _Shares([], 0.0, 1)
+            self._shares = Shares([], 0.0, 1)
             drawn: tuple[list[Any], Any] = super().get_batch_samples(epoch_iterator, num_batches, device)
             return drawn
         batches = draw(epoch_iterator, num_batches, self.accelerator)
@@ -157,7 +127,7 @@ class _Inside(transformers.Trainer):
         whole = None if None in counted or not counted else torch.tensor(float(sum(counted)), device=device)
         self._shares = self._waiting = None
         if self._defers:
-            self._waiting = _Waiting(batches, num_batches, whole)
+            self._waiting = Waiting(batches, num_batches, whole)
             return batches + [{}] * (num_batches - len(batches)), whole
         return self._shared(batches, most, num_batches, whole), whole
 
@@ -199,7 +169,7 @@ class _Inside(transformers.Trainer):
         Trainers that generate what they learn from count their calls, and share the window out themselves.
         """
         declared = self.loss_is_scaled_for_ga is not None and self._items is None
-        return declared and _owner_of(self, "_prepare_inputs") not in (transformers.Trainer, _Inside)
+        return declared and owner_of(self, "_prepare_inputs") not in (transformers.Trainer, Inside)
 
     @property
     def _defers(self) -> bool:
@@ -215,7 +185,7 @@ class _Inside(transformers.Trainer):
         }
         reason = next((name for name, on in reasons.items() if on), None)
         engine = "deepspeed" if self.is_deepspeed_enabled else "fsdp" if self.is_fsdp_enabled else None
-        stateful = _owner_of(self, "_prepare_inputs") not in (transformers.Trainer, _Inside)
+        stateful = owner_of(self, "_prepare_inputs") not in (transformers.Trainer, Inside)
         if reason and (engine or stateful):
             whose = f"{engine} runs its own backward" if engine else f"{type(self).__name__} prepares its own inputs"
             raise InexactError(
@@ -251,7 +221,7 @@ class _Inside(transformers.Trainer):
         counts: list[float | None] = [float(self._meaning.count([each]) or 0.0) for each in batches]
         items = float(sum(filter(None, counts))) if whole is None else float(whole)
         repeated = most - len(batches)
-        self._shares = _Shares([None] * (calls - most) + counts + [0.0] * repeated, items, self._averaged_ranks)
+        self._shares = Shares([None] * (calls - most) + counts + [0.0] * repeated, items, self._averaged_ranks)
         sharded = self.is_deepspeed_enabled or self.is_fsdp_enabled
         self._first.begin([self.accelerator.unwrap_model(self.model)], most * world(), hooks=not sharded)
         return [{}] * (calls - most) + batches + [self._last] * repeated
@@ -260,12 +230,12 @@ class _Inside(transformers.Trainer):
     def _averaged_ranks(self) -> int:
         return int(self.accelerator.num_processes)
 
-    def _run_share(self, model: nn.Module, inputs: Any, items: Any, shares: _Shares) -> Tensor:
+    def _run_share(self, model: nn.Module, inputs: Any, items: Any, shares: Shares) -> Tensor:
         if shares.counts and shares.counts[0] is None:
             shares.counts.pop(0)
             shares.reached = True
             return torch.zeros((), device=self.args.device)
-        before = {name: vars(self)[name] for name in _DIVIDING if name in vars(self)}
+        before = {name: vars(self)[name] for name in DIVIDING if name in vars(self)}
         shares.running = shares.reached = True
         try:
             loss = super().training_step(model, inputs, items)
@@ -274,7 +244,7 @@ class _Inside(transformers.Trainer):
             raise
         finally:
             shares.running = False
-            for name in _DIVIDING:
+            for name in DIVIDING:
                 vars(self).pop(name, None)
             vars(self).update(before)
         if shares.counts:
@@ -283,7 +253,7 @@ class _Inside(transformers.Trainer):
             model.zero_grad()  # nothing was to be learned: not even momentum and decay should move
         return loss
 
-    def _run(self, model: nn.Module, waiting: _Waiting) -> Tensor:
+    def _run(self, model: nn.Module, waiting: Waiting) -> Tensor:
         batch: Any = Window(waiting.batches)
         options = Options(**self._options)
         if self._cuts_samples:
@@ -308,158 +278,6 @@ class _Inside(transformers.Trainer):
         if self.accelerator.scaler is None and not any(map(float, items)):
             model.zero_grad()  # nothing was to be learned: not even momentum and decay should move
         return result.loss.to(device=self.args.device)
-
-
-_DIVIDING = ("loss_is_scaled_for_ga", "model_accepts_loss_kwargs")
-"""What the Trainer looks at after `compute_loss` to decide whether it divides the loss itself."""
-
-
-class _Outside(transformers.Trainer):
-    """Stands above the user's own class: sees what its `compute_loss` returned, and that its step is the Trainer's."""
-
-    _meaning: Meaning
-    _first: FirstWindow
-    _items: Counter | None
-    _shares: _Shares | None
-    _waiting: _Waiting | None
-    _tally: LossAccumulator | None = None
-    _is_whole: bool
-    _stays: bool
-
-    def training_step(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """Run the user's step, and refuse one that goes back by itself."""
-        if self._shares is not None:
-            self._shares.reached = False
-        loss = super().training_step(model, *args, **kwargs)
-        if self._shares is not None and not self._shares.reached:
-            model.zero_grad()
-            raise InexactError(
-                f"The training_step of {type(self).__name__} goes back by itself, with a loss whose share of the "
-                "window is not known to it. Let the override call super().training_step, and compute_loss make the "
-                "loss."
-            )
-        return loss
-
-    def compute_loss(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """Return the share of the window's loss within a step, and one number outside of it."""
-        if self._meaning.asking or self._waiting is not None:
-            return super().compute_loss(model, inputs, *args, **kwargs)
-        if self._stays:
-            self._same_rows(inputs)
-            return super().compute_loss(model, inputs, *args, **kwargs)
-        if self._shares is not None and self._shares.running:
-            return self._share(self._shares, model, inputs, *args, **kwargs)
-        return self._evaluated(model, inputs, *args, **kwargs)
-
-    def _share(self, shares: _Shares, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """Ask the user's class for the loss, and keep the Trainer from dividing it again."""
-        here = shares.counts[0] or 0.0
-        told: Any = torch.tensor(max(shares.items, 1.0), device=self.args.device)
-        if self._is_whole:  # the model's own mean is that of the batch
-            told = None if self._meaning.own and self._items is None else kwargs.get("num_items_in_batch")
-        with self._meaning.alone():
-            returned = super().compute_loss(model, inputs, *args, **{**kwargs, "num_items_in_batch": told})
-        outputs = kwargs.get("return_outputs", args[0] if args else False)
-        loss, rest = returned if outputs else (returned, None)
-        share = self._meaning.share(loss, here, shares.items, alone=self._is_whole) * shares.ranks
-        self._first.look(share)
-        self.loss_is_scaled_for_ga = self.model_accepts_loss_kwargs = True  # so that nothing divides it again
-        return (share, rest) if outputs else share
-
-    def _same_rows(self, inputs: Any) -> None:
-        """Refuse micro-batches of several sizes where each one's mean counts alike."""
-        if self._shares is None or not self._shares.running or self.loss_is_scaled_for_ga or not has_rows(inputs):
-            return
-        self._shares.rows.add(len(targets_of(inputs)))
-        if len(self._shares.rows) > 1:
-            raise InexactError(
-                f"{type(self).__name__} gives the mean of each micro-batch the same weight "
-                f"(loss_is_scaled_for_ga=False), but its micro-batches have {sorted(self._shares.rows)} rows. Let "
-                "every micro-batch have as many rows."
-            )
-
-    def _evaluated(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """Note what an evaluation batch's loss averages over; a loss that states it becomes a number."""
-        kept, items = {**inputs}, self._meaning.evaluated(model, inputs)
-        if kwargs.get("num_items_in_batch") is not None and items is not None:
-            kwargs["num_items_in_batch"] = items
-        returned = super().compute_loss(model, inputs, *args, **kwargs)
-        outputs = kwargs.get("return_outputs", args[0] if args else False)
-        loss, rest = returned if outputs else (returned, None)
-        answer = self._meaning.answer(loss, kept, items)
-        if self._tally is not None:
-            self._tally.add(answer)
-        if answer is not None and not is_number(loss):
-            loss = torch.stack([term.value for term in answer.terms.values()]).sum()
-        return (loss, rest) if outputs else loss
-
-    def evaluation_loop(
-        self,
-        dataloader: Any,
-        description: str,
-        prediction_loss_only: bool | None = None,
-        ignore_keys: list[str] | None = None,
-        metric_key_prefix: str = "eval",
-    ) -> Any:
-        """Average the loss over what it averages over in all of the data, not over batches."""
-        tally = self._tally = LossAccumulator()
-        try:
-            output = super().evaluation_loop(
-                dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
-            )
-        finally:
-            self._tally = None
-        here = tally.sums()
-        heard = [(schema, numbers) for schema, numbers in everywhere((here.schema, here.numbers(here.schema)))]
-        schema, name = heard[0][0], f"{metric_key_prefix}_loss"
-        if output.metrics is not None and name in output.metrics and schema != Schema():
-            whole = LossTotals.of_numbers(schema, torch.stack([numbers for _, numbers in heard]).sum(0))
-            output.metrics[name] = float(whole.report(None)["loss"])
-        return output
-
-
-def _shifts(trainer: transformers.Trainer) -> bool:
-    """Say whether the model predicts each label from the position before it."""
-    model: Any = trainer.accelerator.unwrap_model(trainer.model)
-    model = model.get_base_model() if hasattr(model, "get_base_model") else model
-    known = type(model).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
-    return known or bool(getattr(trainer, "_loss_shifts_labels", False))
-
-
-COUPLED: dict[str, Callable[[Any], bool]] = {
-    "KTO's KL baseline, which each micro-batch estimates from its own rows (loss_type='apo_zero_unpaired' has none)": (
-        lambda trainer: (
-            bool(getattr(trainer, "calculate_KL", False)) and trainer.args.gradient_accumulation_steps * world() > 1
-        )
-    ),
-}
-"""Losses known by name that depend on the cut although the first gradients do not show it."""
-
-
-def _owner_of(trainer: transformers.Trainer, method: str) -> type:
-    """Return the class whose method the user's trainer runs."""
-    return next(kind for kind in type(trainer).__mro__ if kind is not _Outside and method in vars(kind))
-
-
-def _refuse(trainer: _Inside, size: Size) -> None:
-    """Name the first setting under which the Trainer's steps are not ours to make."""
-    args, optim = trainer.args, getattr(trainer.args.optim, "value", trainer.args.optim)
-    tokens = size is not None and str(args.include_num_input_tokens_seen) not in ("no", "False")
-    refused = {
-        "micro_batch_size, as it prepares its own inputs with each call": size is not None and trainer._stays,
-        "include_num_input_tokens_seen with a micro_batch_size, as samples are not collated when it counts": tokens,
-        "several GPUs in one process (DataParallel; torchrun starts a process for each)": args.n_gpu > 1,
-        "tensor, context or sequence parallelism": getattr(trainer.accelerator, "parallelism_config", None) is not None,
-        "a model sharded when it was loaded": getattr(trainer, "is_distributed_loading_by_transformers", False),
-        "auto_find_batch_size, which trains on smaller batches (say micro_batch_size=wb.Auto(...))": (
-            args.auto_find_batch_size
-        ),
-        f"optim={optim!r}, which steps within the backward pass": "lomo" in optim or "layerwise" in optim,
-    }
-    refused |= {name: on(trainer) for name, on in COUPLED.items()}
-    for name in (name for name, on in refused.items() if on):
-        own = type(trainer).__name__.removeprefix("Exact")
-        raise InexactError(f"exact({own}) cannot make a step exact under {name}. Turn it off.")
 
 
 def _as_they_are(samples: list[Any]) -> Any:
