@@ -120,3 +120,38 @@ def test_a_label_that_is_no_class_is_named_with_the_argument_that_ignores_it(
 def test_labels_that_are_no_whole_numbers_are_refused() -> None:
     with pytest.raises(LossError, match=r"labels are torch.float32.*labels.long\(\)"):
         wb.losses.masked_lm(torch.zeros(1, 2, 3), torch.zeros(1, 2))
+
+
+@pytest.mark.parametrize("fault", ["ignored", "once", None])
+def test_what_only_a_device_knows_is_said_at_the_next_window_before_anything_runs(
+    fault: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+
+    def loss_fn(model: nn.Module, batch: Any) -> Any:
+        calls.append(len(batch["x"]))
+        extra = wb.once(batch["x"].sum() if fault == "once" else model.weight.square().sum())
+        return wb.mean(F.cross_entropy(model(batch["x"]), batch["y"], reduction="none")) + 0.1 * extra
+
+    labels = torch.tensor([0, 1, 2, -100 if fault == "ignored" else 0, 1, 2])
+    model, batch = nn.Linear(4, 3), {"x": torch.randn(6, 4), "y": labels}
+    if fault is not None:  # what is on the host is refused at once
+        with pytest.raises(wb.LossError):
+            wb.backward(model, loss_fn, batch, 2, verify="never")
+    monkeypatch.setattr("wholebatch.loss.flags.is_on_host", lambda flag: False)
+    wb.backward(model, loss_fn, batch, 2, verify="never")
+    calls.clear()
+    before = model.weight.grad.clone()
+    if fault is None:
+        wb.backward(model, loss_fn, batch, 2, verify="never")
+        return
+    with pytest.raises(wb.LossError, match="In the window before this one"):
+        wb.backward(model, loss_fn, batch, 2, verify="never")
+    assert calls == [] and torch.equal(model.weight.grad, before)
+    step = wb.Step(model, torch.optim.SGD(model.parameters(), lr=0.1), loss_fn, micro_batch_size=2, verify="never")
+    weight = model.weight.detach().clone()
+    with pytest.raises(
+        wb.LossError, match="once" if fault == "once" else "ignored targets"
+    ) as caught:  # before it steps
+        step(batch)
+    assert "window before" not in str(caught.value) and torch.equal(model.weight, weight)

@@ -32,6 +32,7 @@ from wholebatch.gradient.result import Pending, Result
 from wholebatch.gradient.setup import Setup, refuse_no_model, set_up
 from wholebatch.gradient.two_pass import Encode, EncodedMicroBatch, EncoderPass, summed
 from wholebatch.loss.denominators import Provisional
+from wholebatch.loss.earlier import leave
 from wholebatch.loss.seeds import BackwardSeeds
 from wholebatch.loss.terms import Mean, ParsedLoss, read
 from wholebatch.loss.totals import LossAccumulator, LossTotals, Sizes
@@ -124,7 +125,9 @@ def coupled_backward(
     loss = Coupled(encode, loss_fn, gather)
 
     def work(gradients: GradientAccumulator) -> Result:
-        return accumulate_coupled(model, loss, batch, micro_batch_size, gradients, scaler=scaler, **options).finish()
+        pending = accumulate_coupled(model, loss, batch, micro_batch_size, gradients, scaler=scaler, **options)
+        leave(model, pending.flags)
+        return pending.finish()
 
     return all_or_nothing(work)
 

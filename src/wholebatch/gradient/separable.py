@@ -41,6 +41,7 @@ from wholebatch.loss.denominators import (
     stated_divisors,
     uniform,
 )
+from wholebatch.loss.earlier import leave
 from wholebatch.loss.seeds import BackwardSeeds
 from wholebatch.loss.terms import LossFunction, ParsedLoss
 from wholebatch.loss.totals import LossAccumulator, LossTotals, stated_sums
@@ -98,7 +99,9 @@ def backward(
     """
 
     def work(gradients: GradientAccumulator) -> Result:
-        return accumulate(model, loss_fn, batch, micro_batch_size, gradients, scaler=scaler, **options).finish()
+        pending = accumulate(model, loss_fn, batch, micro_batch_size, gradients, scaler=scaler, **options)
+        leave(model, pending.flags)
+        return pending.finish()
 
     return all_or_nothing(work)
 

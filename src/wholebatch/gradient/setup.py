@@ -12,6 +12,7 @@ from torch.amp import GradScaler
 from wholebatch.batch.sizes import Auto, Size
 from wholebatch.batch.window import MicroBatch, micro_batches_of
 from wholebatch.gradient.preconditions import refuse_inexact
+from wholebatch.loss.earlier import settle_earlier
 from wholebatch.model.gradients import GradientAccumulator
 from wholebatch.model.inspection import ModelInfo
 from wholebatch.model.references import reach_of
@@ -47,7 +48,9 @@ class Setup:
 
         Raises:
             InexactError: if the gradient of the batch cannot come of these micro-batches.
+            LossError: if a device says by now that an earlier window was wrong.
         """
+        settle_earlier(self.model_info.model)
         whole, collate = self.options.get("whole", ()), self.options.get("collate")
         micro_batches = micro_batches_of(batch, size, whole=whole, collate=collate)
         refuse_inexact(self.model_info, micro_batches, self.options, splits)

@@ -18,11 +18,17 @@ class _Flag(NamedTuple):
     words: Callable[[], str]
 
 
+def is_on_host(flag: Tensor) -> bool:
+    """Tell whether a truth value can be read without waiting for a device."""
+    return flag.device.type == "cpu"
+
+
 class Flags:
     """Collects truth values that must not hold: on the host at once, on a device when they can be read.
 
     Reading one from a device would make the host wait for it, micro-batch by micro-batch; so they are kept, and read
-    together with the norm of the gradient, before anything is stepped.
+    together with the norm of the gradient, before anything is stepped, or where the next window begins
+    (:mod:`~wholebatch.loss.earlier`).
     """
 
     def __init__(self) -> None:
@@ -38,7 +44,7 @@ class Flags:
         Raises:
             LossError: with these words.
         """
-        if flag.device.type != "cpu":
+        if not is_on_host(flag):
             self._open.append(_Flag(flag, words))
         elif bool(flag):
             raise LossError(words())
