@@ -286,7 +286,7 @@ def _micro_batches(batch: Any, limit: int | Tokens | None, whole: Sequence[str],
 
 
 def _ready_made(window: Window, whole: Sequence[str]) -> list[MicroBatch]:
-    """One micro-batch for each micro-batch; where the rows of one cannot be counted, all count the same."""
+    """One for each entry of the window; where the rows of one cannot be counted, all count the same."""
     trees = [BatchTree(given, whole) for given in window]
     if any(_rows(tree) is None for tree in trees):
         return [_uncut(tree) for tree in trees]

@@ -15,7 +15,7 @@ from wholebatch.doctor.micro_batch import WatchedMicroBatch
 
 
 def gathered(micro_batches: Sequence[WatchedMicroBatch]) -> list[list[WatchedMicroBatch]]:
-    """Return the micro-batches in groups that may be micro-batches of one loss, in the order of their first ones."""
+    """Return the backwards in groups that may be micro-batches of one loss, in the order of their first ones."""
     group = list(range(len(micro_batches)))
     often = collections.Counter(micro_batch.backward.path for micro_batch in micro_batches)
     for here, there in combinations(range(len(micro_batches)), 2):

@@ -72,7 +72,7 @@ def cleared_per_micro_batch(story: Story, window: WatchedWindow) -> Finding | No
 
 
 def thrown_away(window: WatchedWindow) -> list[WatchedMicroBatch]:
-    """Return the lost micro-batches that were micro-batches of a loss that the step is made of.
+    """Return the lost backwards that were micro-batches of a loss that the step is made of.
 
     A gradient that was only looked at (of an attack, a norm, another task) is no loss, and neither is one that was
     put back by hand: where nothing is left, the step must have found nothing.
