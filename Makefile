@@ -47,6 +47,7 @@ bench: .venv/.bench
 	$(BIN)/python benchmarks/coupled.py
 	$(BIN)/python benchmarks/watching.py
 	$(BIN)/python benchmarks/transformers_sweep.py
+	$(BIN)/python benchmarks/trainers.py
 	$(BIN)/python benchmarks/tables.py
 
 tables: .venv/.dev

@@ -183,6 +183,16 @@ def soak(result: Result) -> list[str]:
     return [f"{disturbed} {row['out_of_memory']:,} times, {micro_batches}: {found} (float64, `benchmarks/soak.py`)."]
 
 
+def trainers(result: Result) -> list[str]:
+    lines = ["| set-up | off under the Trainer | `exact(Trainer)` |", "|---|---|---|"]
+    for row in result["rows"]:
+        ours = f"refused: {row['refused']}" if row["refused"] else f"{row['exact']:.0e}"
+        lines.append(f"| {row['setup']} | {brief(row['stock'])} | {ours} |")
+    versions = ", ".join(f"{name} {version}" for name, version in result["settings"].items())
+    error = "The largest error of a step, relative to the norm of the whole batch's gradient"
+    return [*lines, "", f"{error}; tiny models at their first steps, {versions} (`benchmarks/trainers.py`)."]
+
+
 def watching(result: Result) -> list[str]:
     lines = ["| loop | CPU time, median (quartiles) |", "|---|---|"]
     for row in result["rows"]:
@@ -213,6 +223,7 @@ TABLES: dict[str, Callable[[Result], list[str]]] = {
     "ranks": ranks,
     "recovery": recovery,
     "soak": soak,
+    "trainers": trainers,
     "transformers_sweep": transformers_sweep,
     "variable_length": variable_length,
     "watching": watching,

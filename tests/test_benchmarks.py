@@ -123,6 +123,15 @@ def test_minilm_s_gradient_is_that_of_the_cached_loss_without_a_loss_of_its_own(
     assert 0.2 < ours["time_over"]["median"] / cached["time_over"]["median"] < 5  # one repeat: the order of magnitude
 
 
+def test_a_trainer_is_off_where_the_table_says_so_and_exact_under_exact(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    bench("trainers", "--only", "bert", "--out", str(tmp_path))
+    (here,), kept = rows_of(tmp_path, "trainers"), rows_of(BENCHMARKS / "results", "trainers")
+    assert here["exact"] < 2e-6 and here["stock"] > 1.0
+    assert all(row["refused"] if row["exact"] is None else row["exact"] < 2e-6 for row in kept)
+    assert {row["name"] for row in kept if row["stock"] < 2e-6} == {"vit", "sft", "grpo"}  # as the page says
+
+
 def test_the_gpu_s_benchmark_refuses_where_there_is_none(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     if torch.cuda.is_available():
