@@ -297,3 +297,27 @@ def test_what_is_no_loss_function_says_what_to_pass(given: Any, found: str) -> N
     model, _, rows = network()
     with pytest.raises(TypeError, match=rf"loss_fn is .*{found}.*def loss_fn\(model, batch\): return"):
         wb.backward(model, given, rows, 4)
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["mode before the forward", "mode after the forward"])
+def test_modes_that_a_loss_function_turns_are_put_back_and_named_where_they_matter(late: bool) -> None:
+    modes: list[bool] = []
+
+    def loss_fn(model: nn.Module, rows: Any) -> Any:
+        modes.append(model.training)
+        if not late:
+            model.eval()
+        values = model(rows).square().mean(1)
+        model.eval()
+        return values
+
+    model, rows = nn.Sequential(nn.Linear(5, 8), nn.Dropout(0.5), nn.Linear(8, 3)), torch.randn(8, 5)
+    if late:
+        with pytest.raises(wb.InexactError, match=r"'training' \(value\).*the next one depends on it"):
+            wb.backward(model, loss_fn, rows, 4)
+        assert model.training and all(module.training for module in model)
+        return
+    assert wb.backward(model, loss_fn, rows, 4).verified.startswith("verified")
+    assert modes == [True, False]  # of the window alone: what is tried beforehand leaves no trace
+    model.train()
+    assert wb.check(model, loss_fn, rows, 4).ok and model.training

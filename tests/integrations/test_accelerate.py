@@ -261,3 +261,17 @@ def test_batch_norm_in_a_window_is_refused_and_chosen(hidden: bool) -> None:
     for _ in range(2):
         with accelerator.accumulate(model):
             window.backward(loss_of(torch.randn(4, 6)))
+
+
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        ({"verify": "first"}, r"no verify=.*never the rows behind it.*backward\(...\)"),
+        ({"items": len}, "no items=.*cuts and runs its micro-batches itself"),
+        ({"batch_norm": "exact"}, "no batch_norm='exact'.*Choose \"micro\""),
+    ],
+)
+def test_options_that_a_loop_of_losses_cannot_serve_are_refused(option: dict[str, Any], words: str) -> None:
+    accelerator = accelerate.Accelerator(cpu=True)
+    with pytest.raises(TypeError, match=words):
+        door.Window(accelerator, accelerator.prepare(tagger()), **option)

@@ -371,3 +371,9 @@ print(backward(fabric, model, lambda model, x: model(x).square(), torch.randn(10
 """
     ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
     assert ran.stdout.strip().endswith("3"), ran.stderr
+
+
+@pytest.mark.parametrize("option", [{"verify": "first"}, {"items": len}, {"batch_norm": "exact"}], ids=str)
+def test_options_that_a_callback_of_losses_cannot_serve_are_refused(option: dict[str, Any]) -> None:
+    with pytest.raises(TypeError, match=f"Exact has no {next(iter(option))}="):
+        door.Exact(**option)

@@ -13,7 +13,7 @@ import wholebatch as wb
 from wholebatch.batch.sizes import Size
 from wholebatch.errors import InexactError
 from wholebatch.integrations.foreign_loop import Boundary
-from wholebatch.integrations.watching import FirstWindow
+from wholebatch.integrations.watching import FirstWindow, refuse_unserved
 from wholebatch.model.gradients import leaves_of
 from wholebatch.options import Options
 
@@ -74,11 +74,13 @@ class Window:
         *models: as `accelerator.prepare` returned them. Parameters that the losses reach outside of them, such as a
             temperature, are brought to the true denominator too.
         batch_norm: "micro" lets each micro-batch normalise by itself; None refuses BatchNorm in training mode.
+        **unserved: options of `wb.backward`, none of which a loop that shows losses alone can serve.
 
     Attributes:
         loss: the true loss of the last window, over all ranks; None before its end.
 
     Raises:
+        TypeError: for any of those; for `verify` with what is proven where.
         InexactError: where Accelerate's back end makes the step itself; it is named. In the first window, for BatchNorm
             layers that run with the statistics of a micro-batch, and for hooks that step within the backward.
 
@@ -91,8 +93,13 @@ class Window:
     """
 
     def __init__(
-        self, accelerator: accelerate.Accelerator, *models: nn.Module, batch_norm: Literal["micro"] | None = None
+        self,
+        accelerator: accelerate.Accelerator,
+        *models: nn.Module,
+        batch_norm: Literal["micro"] | None = None,
+        **unserved: Any,
     ) -> None:
+        refuse_unserved("Window", batch_norm, unserved)
         _refuse(accelerator)
         if not models:
             raise TypeError("Window has no model. Pass what accelerator.prepare returned: Window(accelerator, model).")

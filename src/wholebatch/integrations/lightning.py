@@ -19,7 +19,7 @@ import wholebatch as wb
 from wholebatch.batch.sizes import Size
 from wholebatch.errors import InexactError, LossError
 from wholebatch.integrations.foreign_loop import Boundary, world
-from wholebatch.integrations.watching import FirstWindow
+from wholebatch.integrations.watching import FirstWindow, refuse_unserved
 from wholebatch.loss.terms import read
 from wholebatch.options import Options
 
@@ -45,8 +45,10 @@ class Exact(lightning.Callback):
     Args:
         log: the name under which each window's true loss is logged; None for no log.
         batch_norm: "micro" lets each micro-batch normalise by itself; None refuses BatchNorm in training mode.
+        **unserved: options of `wb.backward`, none of which a loop that shows losses alone can serve.
 
     Raises:
+        TypeError: for any of those; for `verify` with what is proven where.
         InexactError: on the start of training, under a strategy or optimizer that makes the step itself; in the first
             window, for BatchNorm layers that run with the statistics of a micro-batch.
         LossError: at the first boundary, if `training_step` returned a bare number.
@@ -55,7 +57,10 @@ class Exact(lightning.Callback):
         >>> trainer = lightning.Trainer(accumulate_grad_batches=8, callbacks=[Exact()])  # doctest: +SKIP
     """
 
-    def __init__(self, log: str | None = "train_loss", batch_norm: Literal["micro"] | None = None) -> None:
+    def __init__(
+        self, log: str | None = "train_loss", batch_norm: Literal["micro"] | None = None, **unserved: Any
+    ) -> None:
+        refuse_unserved("Exact", batch_norm, unserved)
         self._log = log
         self._boundary: Boundary | None = None
         self._first = FirstWindow({"batch_norm": batch_norm}, 'Choose Exact(batch_norm="micro") (as usual)')

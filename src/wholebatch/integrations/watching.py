@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -14,6 +14,30 @@ from wholebatch.model.gradients import nodes_of
 from wholebatch.model.inspection import ModelInfo, uses_batch_statistics
 from wholebatch.model.state import State
 from wholebatch.options import Options
+
+
+def refuse_unserved(name: str, batch_norm: str | None, options: Mapping[str, Any]) -> None:
+    """Raise for options of `wb.backward` that a loop which runs its micro-batches itself cannot serve.
+
+    Raises:
+        TypeError: naming them; for `verify` with what can be proven, and where.
+    """
+    if "verify" in options:
+        raise TypeError(
+            f"{name} has no verify= (here {options['verify']!r}): it sees the loss of each micro-batch and never the "
+            "rows behind it, so it can't run them again, and proves nothing. Give whole windows to this integration's "
+            "backward(...), which proves the first one, or hold a batch against one backward with wb.check."
+        )
+    if options:
+        raise TypeError(
+            f"{name} has no {', '.join(f'{option}=' for option in options)}: the loop cuts and runs its micro-batches "
+            "itself. Options of wb.backward go to this integration's backward(...)."
+        )
+    if batch_norm not in (None, "micro"):
+        raise TypeError(
+            f"{name} has no batch_norm={batch_norm!r}: micro-batches run one by one in a loop that is not ours. Choose "
+            '"micro", or give whole windows to this integration\'s backward(...).'
+        )
 
 
 class FirstWindow:

@@ -121,8 +121,8 @@ def _of_module(name: str, module: nn.Module) -> list[Holder]:
     return [*held, _attributes(name, module, skip=_INTERNAL), _hooks(name, module), _fixed(name, module, seen)]
 
 
-_INTERNAL = frozenset(vars(nn.Module()))
-"""What every module has: its registries, its hooks, its mode."""
+_INTERNAL = frozenset(vars(nn.Module())) - {"training"}
+"""What every module has: its registries and its hooks."""
 
 
 _HOOKS = tuple(name for name in vars(nn.Module()) if name.startswith(("_forward_", "_backward_")) and "hooks" in name)
