@@ -306,3 +306,16 @@ def test_ignored_targets_that_nobody_averages_over_are_left_alone(loss: Loss, me
     model = words()
     wb.backward(model, loss, TEXT, 4)
     assert_same_gradient(model, whole_batch(model, meant, TEXT))
+
+
+def test_a_number_without_dimensions_beside_the_rows_explains_no_shape_and_breaks_nothing() -> None:
+    def one_a_pair(model: nn.Module, batch: Any) -> Any:
+        return model(batch["x"]).square().mean(1).view(-1, 2).sum(1)[: int(batch["pairs"])]
+
+    batch = {"x": torch.randn(8, 5), "pairs": torch.tensor(1)}
+    with pytest.raises(wb.LossError, match="one element for a micro-batch of 4 rows"):
+        wb.backward(nn.Linear(5, 3), one_a_pair, batch, 4, verify="never")
+    stated = wb.backward(
+        nn.Linear(5, 3), lambda model, part: wb.mean(one_a_pair(model, part)), batch, 4, verify="never"
+    )
+    assert float(stated.items[0]) == 2.0

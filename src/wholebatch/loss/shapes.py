@@ -131,7 +131,9 @@ def _chosen_by(tensor: Tensor) -> Iterator[int]:
     if tensor.is_nested:  # one tensor a row
         yield sum(len(row) for row in tensor.unbind())
         return
-    if tensor.is_floating_point() or tensor.is_complex() or not tensor.numel() or tensor.is_sparse:
+    if tensor.is_floating_point() or tensor.is_complex() or tensor.layout is not torch.strided:
+        return
+    if not tensor.dim() or not tensor.numel():
         return
     for part in (tensor, tensor[..., 1:]):  # a causal loss shifts its labels
         kept = part if part.dtype is torch.bool else (part >= 0) & (part != 255)
