@@ -94,6 +94,26 @@ def rows_of(batch: Any) -> int:
     return len(batch["labels"])
 
 
+class WeighingFound(Weighing):
+    """Class weights of what is found in a row, as in detection: the labels are no tensor, and have no weight each."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+        found = torch.stack([row["class"] for row in inputs["labels"]])
+        return super().compute_loss(model, {**inputs, "labels": found}, return_outputs, **kwargs)
+
+
+def found(rows: Rows) -> dict[str, Any]:
+    batch = padded(rows)
+    return {**batch, "labels": [{"class": label} for label in batch["labels"]]}
+
+
+def test_labels_that_cannot_be_weighed_one_by_one_are_not_told_to_be(tmp_path: Path) -> None:
+    model = tiny("BertForSequenceClassification", num_labels=3)
+    with pytest.raises(wb.LossError, match=r"class weights.*State what the loss averages over") as refusal:
+        Run(exact(WeighingFound), model, CLASSES, tmp_path, data_collator=found)
+    assert "weight[batch" not in str(refusal.value)
+
+
 @pytest.mark.parametrize(
     ("trainer", "options", "words"),
     [

@@ -27,6 +27,11 @@ from wholebatch.model.state import State
 GIVEN = 4
 """Micro-batches that a rank of a sharded model gives to measure on; of all ranks the square of it."""
 
+_COUNT_THE_WEIGHTS = (
+    "Return wb.losses.cross_entropy(logits, labels, weight=weight) from compute_loss, or count the weights: "
+    "exact(Trainer, items=lambda batch: weight[batch['labels']].sum())."
+)
+
 
 class Meaning:
     """Ask a Trainer for its loss, and bring the answer into a form that states what it averages over.
@@ -243,8 +248,7 @@ class Meaning:
         if seen.weighted and self._items is None:
             raise LossError(
                 "The loss divides by the sum of its class weights, which differs from micro-batch to micro-batch. "
-                "Return wb.losses.cross_entropy(logits, labels, weight=weight) from compute_loss, or count the "
-                "weights: exact(Trainer, items=lambda batch: weight[batch['labels']].sum())."
+                f"{_COUNT_THE_WEIGHTS if isinstance(useful[0].get('labels'), Tensor) else HOW_TO_STATE}"
             )
         known = [self._reference, *useful] if self._reference is not None else useful
         self._seen_rows |= probing.differ(known)
