@@ -155,3 +155,33 @@ def test_what_only_a_device_knows_is_said_at_the_next_window_before_anything_run
     ) as caught:  # before it steps
         step(batch)
     assert "window before" not in str(caught.value) and torch.equal(model.weight, weight)
+
+
+def test_a_device_that_is_behind_is_asked_and_waited_for_two_windows_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[str] = []
+
+    class Behind:
+        def __init__(self, device: torch.device) -> None: ...
+
+        def record(self) -> None: ...
+
+        def query(self) -> bool:
+            return False
+
+        def synchronize(self) -> None:
+            waited.append("waited")
+
+    def loss_fn(model: nn.Module, batch: Any) -> Any:
+        return F.cross_entropy(model(batch[0]), batch[1], reduction="none")
+
+    monkeypatch.setattr("wholebatch.loss.flags.is_on_host", lambda flag: False)
+    monkeypatch.setattr("wholebatch.loss.earlier.WITH_EVENTS", ("cpu",))
+    monkeypatch.setattr(torch, "Event", Behind)
+    model, rows = nn.Linear(4, 3), torch.randn(6, 4)
+    for labels in ([0, 1, 2, -100, 1, 2], [0, 1, 2, 0, 1, 2]):
+        wb.backward(model, loss_fn, (rows, torch.tensor(labels)), 2, verify="never")
+    assert waited == []
+    with pytest.raises(wb.LossError, match=r"In the window 2 before this one, .* ignored targets"):
+        wb.backward(model, loss_fn, (rows, torch.tensor([0, 1, 2, 0, 1, 2])), 2, verify="never")
+    assert waited == ["waited"]
+    wb.backward(model, loss_fn, (rows, torch.tensor([0, 1, 2, 0, 1, 2])), 2, verify="never")

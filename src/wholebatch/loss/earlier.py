@@ -47,7 +47,11 @@ class _Left:
         """
         if self.arrived is not None:
             self.arrived.synchronize()
-        when = "the window before this one" if self.windows_since == 1 else f"the one {self.windows_since} before this"
+        when = (
+            "the window before this one"
+            if self.windows_since == 1
+            else f"the window {self.windows_since} before this one"
+        )
         try:
             self.flags.settle([float(holds) for holds in self.read.tolist()])
         except LossError as error:
