@@ -10,9 +10,6 @@ from __future__ import annotations
 
 import functools
 import math
-import pickle
-import random
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -29,16 +26,15 @@ from wholebatch.first_window.draws import FixedDraws, uncompiled
 from wholebatch.gradient.preconditions import refuse_inexact
 from wholebatch.loss.terms import LossFunction
 from wholebatch.model.comparison import Comparison, compare, errors_of, joined, rounding_of, summed
-from wholebatch.model.state import State
 from wholebatch.options import Options
 from wholebatch.verify import causes
-from wholebatch.verify.copies import copied
+from wholebatch.verify.answers import asked_twice
 from wholebatch.verify.explaining import FOREIGN, Case, bent_by_hooks, explain, where_rows_meet
 from wholebatch.verify.finding import Finding
-from wholebatch.verify.gluing import Unlike, glued
 from wholebatch.verify.precision import Rounded
-from wholebatch.verify.reference import OtherName, Reference, plain_gradient, rows_or_one, terms_in, whole_micro_batches
+from wholebatch.verify.reference import OtherName, Reference, plain_gradient, rows_or_one, whole_micro_batches
 from wholebatch.verify.running import Bench, Ran, over_ranks, several_ranks, shares, together
+from wholebatch.verify.truth import TruthReader
 from wholebatch.verify.watching import HookSums, ReplayedLoss, checkpoints_heard
 
 NOISE = 1e-12
@@ -57,9 +53,7 @@ class CheckRun:
         refuse_inexact(self.stage.model_info, cut, options, isinstance(size, Auto))
         self.rows = [micro_batch.index for micro_batch in cut]
         self.dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
-        self.notes: list[str] = []
         self.findings: list[Finding] = []
-        self.not_shown: list[str] = []
         self.carried: list[str] = []
         self.drawn = False
         self.comparable = True
@@ -67,7 +61,20 @@ class CheckRun:
         self.rounding = rounding_of(self.dtype)
         self.tolerance, self.own_error, self.by_parameter = self.rounding.sums, 0.0, dict[str, float]()
         self.micro_batches = len(cut)
-        self.reading: dict[str, Any] = {}
+        self.reader = TruthReader(
+            self.stage, loss_fn, batch, self.dtype, self.names, self.collate, wrapped=self.wrapped
+        )
+        self.notes, self.not_shown = self.reader.notes, self.reader.not_shown
+
+    @property
+    def whole(self) -> Any:
+        """The whole batch in one micro-batch; None where it had to be read in several."""
+        return self.reader.whole
+
+    @property
+    def reading(self) -> dict[str, Any]:
+        """How the whole batch was read."""
+        return self.reader.reading
 
     def cut(self) -> list[MicroBatch]:
         """Return the micro-batches that `backward` will run."""
@@ -82,16 +89,7 @@ class CheckRun:
             )
         try:
             with uncompiled(), checkpoints_heard() as heard:
-                with FixedDraws() as steady:
-                    whole = self.untouched()
-                    self.truth, own = together(lambda: self.truths(whole), self.wrapped)
-                    self.answers()
-                self.say_draws(sorted(steady.seen))
-                ran = self.ours()
-                if ran is not None:
-                    with FixedDraws():
-                        self.compare(ran, own)
-                    self.with_draws(bool(steady.seen))
+                self.measure()
             if heard and self.truth.missing:
                 self.findings.append(causes.lost_in_checkpoint(self.truth.missing))
         finally:
@@ -99,113 +97,31 @@ class CheckRun:
         self.tell_missing()
         return self
 
-    def truths(self, whole: Sequence[Any]) -> tuple[Reference, Reference | None]:
-        """Return the plain reading in double precision, and in the model's own as a yardstick of rounding."""
-        self.whole = whole[0] if len(whole) == 1 else None
-        try:
-            truth = self.read(whole)
-        except torch.OutOfMemoryError:
-            self.whole = None
-            self.not_shown.append(
-                "The whole batch does not fit into memory, so the other side ran one row at a time, and rows that meet "
-                "do not show: give a smaller batch."
-            )
-            cut = micro_batches_of(self.batch, 1, whole=self.names, collate=self.collate)
-            truth = self.read([micro_batch.load() for micro_batch in cut])
-        wide = all(p.dtype == torch.float64 for p in self.stage.model.parameters() if p.is_floating_point())
-        if wide or self.reading["dtype"] != torch.float64 or truth.micro_batches != 1:
-            return truth, None
-        reading = {**self.reading, "dtype": self.dtype, "as_is": True}
-        try:
-            return truth, plain_gradient(self.stage.model, self.loss_fn, whole, **reading)
-        except FOREIGN:
-            return truth, None
-        finally:
-            self.stage.back()
+    def measure(self) -> None:
+        """Read the whole batch, run `backward`, and compare."""
+        with FixedDraws() as steady:
+            whole = self.reader.untouched()
+            self.truth, own = together(lambda: self.reader.truths(whole), self.wrapped)
+            self.ask_twice()
+        self.say_draws(sorted(steady.seen))
+        ran = self.ours()
+        if ran is not None:
+            with FixedDraws():
+                self.compare(ran, own)
+            self.with_draws(bool(steady.seen))
 
-    def untouched(self) -> list[Any]:
-        """Return the whole batch as it is, over all ranks; in several micro-batches where these can't be put side by
-        side.
-        """
-        own = shares(lambda: whole_micro_batches(self.batch, self.names, self.collate), self.wrapped)
-        if not self.wrapped or len(own) < 2:
-            return own
-        try:
-            return [glued(own, self.names)]
-        except Unlike:
-            return own
-
-    def read(self, micro_batches: Sequence[Any]) -> Reference:
-        """Read micro-batches plainly: in double precision on a copy, or else as nearly so as the code allows."""
-        refused: Exception | None = None
-        for dtype, in_place in dict.fromkeys([(torch.float64, False), (self.dtype, False), (self.dtype, True)]):
-            self.reading = {"dtype": dtype, "in_place": in_place, "outside": self.stage.outside}
-            try:
-                truth = plain_gradient(self.stage.model, self.loss_fn, micro_batches, **self.reading)
-            except torch.OutOfMemoryError:
-                raise
-            except (OtherName, *FOREIGN) as error:
-                if isinstance(error, WholeBatchError):
-                    raise
-                refused = refused or error
-            else:
-                if dtype != torch.float64:
-                    self.notes.append(
-                        f"The whole batch was read in {dtype}, as it can't be in float64: {_why(refused)}."
-                    )
-                return truth
-            finally:
-                self.stage.back()
-        raise refused or RuntimeError("There is no way to read the batch.")
-
-    def answers(self) -> None:
-        """Run one micro-batch twice, draws held still: what answers otherwise has a state, or draws by itself."""
+    def ask_twice(self) -> None:
+        """Look whether a micro-batch says the same again; else nothing, or another thing, is to be compared."""
         cut = self.cut()
         if not cut:
             return
-        try:
-            start, others = State(self.plain, buffers=False), _other_draws()
-            first = self.number(cut[0])
-            moved = self.stage.before.moved()
-            again = self.number(cut[0])
-            drew = _other_draws() != others or any(each.kind == "generator" for each in moved)
-            self.stage.back()
-            self.number(cut[0])
-            start.restore_random()
-            same_draws = self.number(cut[0])
-        except (*FOREIGN, WholeBatchError):  # `backward` will say it better
-            return
-        finally:
-            self.stage.back()
-        state = [each.name for each in moved if each.kind != "generator"]
-        if not self.apart(first, again):
-            self.carried = [each.name for each in moved if each.kind in ("frozen parameter", "value", "tensor")]
-        elif drew and (not state or not self.apart(first, same_draws)):
+        answers = asked_twice(self.stage, self.plain, self.loss_fn, cut[0], self.rounding.sums)
+        self.carried = list(answers.carried)
+        if answers.finding is not None:
+            self.findings.append(answers.finding)
+        if answers.not_shown:
             self.comparable = False
-            self.not_shown.append(
-                "Draws that can't be held still (NumPy, Python's random, a generator of one's own): the same rows give "
-                f"{first:.6g}, then {again:.6g}. Draw with torch, or with the batch, to have them compared."
-            )
-        elif state:
-            self.findings.append(causes.unstable(first, again, state))
-        else:
-            self.comparable = False
-            self.not_shown.append(
-                f"The same rows give {first:.6g}, then {again:.6g}, and nothing that was found explains it: draws of "
-                "code of its own, or a state that nobody else can see."
-            )
-
-    def number(self, micro_batch: MicroBatch) -> float:
-        """Return one number that stands for all that the loss function says of a micro-batch."""
-        device = next((parameter.device for parameter in self.plain.parameters()), None)
-        terms = terms_in(self.loss_fn(self.plain, copied(micro_batch.load(), None, device)), bare=True)
-        return sum(float(term.total.detach()) for term in terms.values())
-
-    def apart(self, one: float, other: float) -> bool:
-        """Tell whether two losses differ by more than the order of additions explains."""
-        if math.isnan(one) and math.isnan(other):
-            return False
-        return not abs(one - other) <= 4 * self.rounding.sums * max(abs(one), abs(other))
+            self.not_shown.append(answers.not_shown)
 
     @property
     def meets(self) -> bool:
@@ -462,15 +378,3 @@ class CheckRun:
                 f"{len(self.carried)} places move with each call of the loss function (first: {self.carried[0]!r}), "
                 f"so {self.micro_batches} times in this window; the loss did not change with them here."
             )
-
-
-def _why(refused: Exception | None) -> str:
-    if isinstance(refused, OtherName):
-        return "the loss function reaches the model by another name than its argument"
-    return " ".join(str(refused).split())[:120] or type(refused).__name__
-
-
-def _other_draws() -> bytes:
-    """The random state that torch does not know."""
-    numpy = sys.modules.get("numpy")
-    return pickle.dumps((random.getstate(), None if numpy is None else numpy.random.get_state()))
