@@ -9,6 +9,7 @@ import argparse
 import json
 import re
 import sys
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -230,6 +231,13 @@ TABLES: dict[str, Callable[[Result], list[str]]] = {
 }
 
 
+def wrapped(said: str) -> list[str]:
+    """Return a sentence in lines of the page's width; a line of a table as it is."""
+    if said.startswith("|"):
+        return [said]
+    return textwrap.wrap(said, 120, break_long_words=False, break_on_hyphens=False) or [""]
+
+
 def filled(text: str, results: Path = RESULTS) -> str:
     """Return the text with a fresh table between each pair of markers; what was never measured is left as it is."""
 
@@ -238,7 +246,8 @@ def filled(text: str, results: Path = RESULTS) -> str:
         if not path.exists():
             return found[0]
         result = json.loads(path.read_text())
-        return "\n".join([found[1], *TABLES[found[2]](result), "", found[3]])
+        lines = [line for said in TABLES[found[2]](result) for line in wrapped(said)]
+        return "\n".join([found[1], *lines, "", found[3]])
 
     return MARKED.sub(table, text)
 

@@ -96,7 +96,8 @@ def check(
     again with the draws they made. The verdict is *exact*, *not exact* with the cause, or *not shown* with what could
     not be tried: rows that don't fit in memory together, draws that can't be held still, a gradient of zeros.
 
-    Costs four to eight passes over the batch, one in double precision, and a copy of the model in that.
+    Costs four to eight passes over the batch, one in double precision, and a copy of the model in that; two or three
+    more where something does not fit.
 
     Args:
         model: plain, compiled, or wrapped in ``DistributedDataParallel``: each rank then calls this with its share,
