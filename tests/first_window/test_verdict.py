@@ -162,6 +162,25 @@ class PutIn(torch.autograd.Function):
         return gradient, torch.ones_like(ctx.saved_tensors[0])
 
 
+def test_advantages_that_add_up_to_zero_are_rows_that_meet_and_no_hook() -> None:
+    model, batch = linear(), {**rows(12), "advantage": torch.randn(12, dtype=D)}
+    before = losses(model, batch).detach()
+
+    def surrogate(model: Any, batch: Any) -> Tensor:
+        advantage = batch["advantage"]
+        advantage = advantage - advantage.mean()
+        advantage = advantage / (advantage.norm() + 1e-8)
+        return -(batch["before"] - losses(model, batch)).exp() * advantage
+
+    batch["before"] = before  # the ratio is 1 wherever the policy has not moved yet, so every loss is 0
+    reference = whole_batch(model, lambda model, batch: surrogate(model, batch).mean(), batch)
+    with pytest.raises(InexactError, match=r"(?s)gradient does not.*Rows meet .*Or else: A hook"):
+        wb.backward(model, surrogate, batch, 4)
+    model.zero_grad()
+    wb.backward(model, surrogate, batch, 4, verify="never")
+    assert_differs(model, reference)
+
+
 def put_in(model: Any, batch: Any) -> Tensor:
     out = model(batch["x"])
     return F.cross_entropy(PutIn.apply(out, out.square().mean()), batch["y"], reduction="none")

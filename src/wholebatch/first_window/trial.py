@@ -152,6 +152,11 @@ class Trial:
         """What everything was before the first run."""
         return Snapshot(self.model_info, *self.functions, *hooks_that_read(self.model_info, self._learning))
 
+    @property
+    def hooked(self) -> bool:
+        """Whether hooks of modules or parameters see gradients while they flow."""
+        return bool(hooks_that_read(self.model_info, self._learning))
+
     def run(self, sample: TriedRows, alike: bool = False, even: bool = False) -> TrialOutcome:
         """Run rows whole and take their parts away.
 
@@ -259,7 +264,7 @@ class Trial:
 
     def _counts_late(self, answer: ParsedLoss) -> bool:
         """Tell whether the window will know what it divides by only at its end."""
-        if self.options.get("items") is not None or hooks_that_read(self.model_info, self._learning):
+        if self.options.get("items") is not None or self.hooked:
             return False
         terms = answer.terms.values()
         return len({term.group for term in terms}) == 1 and any(term.kind not in KNOWN for term in terms)

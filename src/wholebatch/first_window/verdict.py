@@ -306,10 +306,12 @@ class Judge:
     def _gradient_only(self, sample: TriedRows, outcome: TrialOutcome) -> str:
         if outcome.loss > outcome.tolerance:
             return ""
+        # Rows that meet may show in the gradient alone: normalised advantages add up to zero in whole and parts.
+        likely, other = (reasons.HOOKS, reasons.MEETING) if self.trial.hooked else (reasons.MEETING, reasons.HOOKS)
         return (
             f"The loss of {_rows(sample)} adds up over two parts ({sample.sizes}), its gradient does not (relatively "
-            f"{outcome.gradient:.2g} apart). {reasons.HOOKS} Or rows meet where only the gradient shows it; return all "
-            "that is to be minimised as part of the loss."
+            f"{outcome.gradient:.2g} apart). {likely} Or else: {other} Return all that is to be minimised as part of "
+            "the loss."
         )
 
     def _met(self, sample: TriedRows, outcome: TrialOutcome) -> str:
