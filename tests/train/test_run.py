@@ -331,15 +331,15 @@ def test_a_full_disk_ends_the_run_with_a_way_on(texts: Path) -> None:
 def test_a_loss_that_is_not_finite_ends_the_run_and_keeps_the_checkpoint(
     texts: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = trainer.Learner.advance
+    real = trainer.Trainer.advance
 
-    def poisoned(self: trainer.Learner) -> dict[str, Any]:
+    def poisoned(self: trainer.Trainer) -> dict[str, Any]:
         if self.taken == 4:
             with torch.no_grad():
                 next(self.model.parameters()).fill_(float("nan"))
         return real(self)
 
-    monkeypatch.setattr(trainer.Learner, "advance", poisoned)
+    monkeypatch.setattr(trainer.Trainer, "advance", poisoned)
     with pytest.raises(RunError, match=r"Step 5 could not be taken\. .*nan.*A smaller lr may help"):
         run(config(texts))
     assert all(tensor.isfinite().all() for tensor in weights(texts.parent / "run").values())

@@ -36,7 +36,8 @@ def noted_whole_leaves(
         foreign = isinstance(error, WholeBatchError) or is_out_of_memory(error)
         if alone and not given and not foreign and len(micro_batches) > 1 and hasattr(error, "add_note"):
             note = _note(setup, loss_fn, batch, micro_batches)
-            _ = note and error.add_note(note)
+            if note:
+                error.add_note(note)
         raise
 
 
@@ -45,10 +46,12 @@ def _note(setup: Setup, loss_fn: LossFunction, batch: Any, micro_batches: Sequen
     named = setup.options.get("whole", ())
     whole = (named,) if isinstance(named, str) else tuple(named)
     leaves = [leaf for leaf in BatchTree(batch, whole).leaves if leaf.rows is not None and leaf.is_array]
+    if len(leaves) < 2 or setup.options.get("verify") == "never":  # nothing else is run than was asked for
+        return ""
     for index in (micro_batches[0].index, micro_batches[-1].index):
         if _runs(setup, loss_fn, batch, whole, index):
             continue
-        for leaf in leaves[:MOST] if len(leaves) > 1 else ():
+        for leaf in leaves[:MOST]:
             if leaf.path and _runs(setup, loss_fn, batch, (*whole, leaf.path), index):
                 return _words(leaf, len(index))
     return ""
