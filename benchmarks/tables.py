@@ -17,6 +17,7 @@ from typing import Any
 from record import RESULTS
 
 ROOT = Path(__file__).parents[1]
+MILLISECONDS = ("milliseconds", "extra_milliseconds")
 MARKED = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
 Result = dict[str, Any]
 
@@ -40,7 +41,9 @@ def overhead(result: Result) -> list[str]:
     for row in result["rows"]:
         ratio = row["ratio"]
         spread = f"{ratio['median']:.3f} ({ratio['low']:.3f} to {ratio['high']:.3f})"
-        by_hand, more = (f"{row[name]:.3g} ms" for name in ("milliseconds", "extra_milliseconds"))
+        by_hand, more = (
+            f"{row[name]:,.0f} ms" if abs(row[name]) >= 100 else f"{row[name]:.3g} ms" for name in MILLISECONDS
+        )
         lines.append(f"| {row['model']} | {row['parameters']:,} | {by_hand} | {spread} | {more} |")
     return [*lines, "", f"{measured_on(result)}, pairs of steps in turn (`benchmarks/overhead.py`)."]
 
