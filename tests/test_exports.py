@@ -8,6 +8,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 
 import wholebatch as wb
 
@@ -39,6 +40,14 @@ def test_all_lists_what_is_public_and_nothing_else() -> None:
     )
     assert public - {"annotations"} <= set(NAMES)
     assert len(NAMES) == len(set(NAMES))
+
+
+def test_former_names_of_counts_answer_as_the_new_ones_do() -> None:
+    model, rows = torch.nn.Linear(3, 1), torch.ones(5, 3)
+    arrangement = wb.Arrangement(130, 4, ranks=2)
+    check = wb.check(model, lambda model, x: model(x).square(), rows, 2)
+    assert arrangement.pieces == arrangement.micro_batches == 17
+    assert check.reference_pieces == check.reference_micro_batches == 1
 
 
 @pytest.mark.parametrize("name", NAMES)

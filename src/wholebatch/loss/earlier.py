@@ -17,7 +17,6 @@ from wholebatch.loss.flags import Flags
 LATEST = 2
 """How many windows back the host waits at last: until then the device has the work of a whole window before it."""
 
-
 WITH_EVENTS = ("cuda", "xpu")
 """Devices that copy to the host while they go on, and can be asked whether that is done; others are read when due."""
 

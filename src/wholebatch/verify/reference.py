@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -360,19 +360,6 @@ def named_targets(model: nn.Module, outside: Sequence[Tensor]) -> dict[str, Tens
     """Return all that receives a gradient: the model's parameters, and what only the loss function reaches."""
     named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     return {**named, **{f"loss_fn[{place}]": leaf for place, leaf in enumerate(outside)}}
-
-
-@contextmanager
-def set_aside(tensors: Any) -> Iterator[None]:
-    """Clear gradients for a while, and put back what was there."""
-    kept = [(tensor, tensor.grad) for tensor in tensors]
-    for tensor, _ in kept:
-        tensor.grad = None
-    try:
-        yield
-    finally:
-        for tensor, gradient in kept:
-            tensor.grad = gradient
 
 
 def held(tensor: Tensor, dtype: torch.dtype) -> Tensor:
