@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -161,5 +161,4 @@ def _only_norms_training(model: nn.Module) -> Iterator[None]:
 
 
 def _counter(layer: nn.Module) -> Tensor:
-    counter: Any = layer.num_batches_tracked
-    return counter  # type: ignore[no-any-return]
+    return cast("Tensor", layer.num_batches_tracked)

@@ -247,7 +247,7 @@ def _kind_of_object(value: Any) -> LeafKind:
 
 def _is_bare_mapping(value: Any) -> bool:
     """Whether it is a mapping with a shape that says nothing of rows: its entries do."""
-    return isinstance(value, Mapping) and value.shape == ()  # type: ignore[attr-defined]
+    return isinstance(value, Mapping) and getattr(value, "shape", None) == ()
 
 
 def _places(value: Any, index: Index) -> Sequence[int]:

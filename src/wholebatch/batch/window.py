@@ -116,7 +116,8 @@ class Windows(Iterator[Window[T]], Generic[T]):
         Raises:
             TypeError: if the loader has no length.
         """
-        number, left = 0, len(self._loader)  # type: ignore[arg-type]  # says itself that it has none
+        loader: Any = self._loader  # says itself that it has no length
+        number, left = 0, len(loader)
         while left > 0:
             left -= self._sizes(number)
             number += 1

@@ -181,7 +181,7 @@ def _written(module: fx.GraphModule, node: fx.Node) -> Iterator[fx.Node]:
             source[n] = source.get(shared[0], n) if shared else n
             yield from (behind[source[w]] for w in _written(inner, n) if source[w] in behind)
     elif isinstance(node.target, torch._ops.OpOverload):
-        for value, info in _arguments(node):
+        for value, info in _arguments(node, node.target):
             if info is not None and info.is_write:
                 yield from value
 
@@ -189,21 +189,19 @@ def _written(module: fx.GraphModule, node: fx.Node) -> Iterator[fx.Node]:
 def _source(node: fx.Node) -> tuple[fx.Node, bool] | None:
     """Return the tensor whose storage a node's result shares, and whether it is another view of it."""
     if node.op == "call_function" and getattr(node.target, "__name__", "") == "getitem":
-        assert isinstance(node.args[0], fx.Node)
-        return node.args[0], True
+        return cast("fx.Node", node.args[0]), True
     if not isinstance(node.target, torch._ops.OpOverload):
         return None
     returned = {mark for r in node.target._schema.returns if r.alias_info for mark in r.alias_info.before_set}
-    for value, info in _arguments(node):
+    for value, info in _arguments(node, node.target):
         if value and info is not None and returned & info.before_set:
             return value[0], not (info.is_write or node.target is aten.detach.default)
     return None
 
 
-def _arguments(node: fx.Node) -> Iterator[tuple[list[fx.Node], Any]]:
-    """Pair a node's tensor arguments with what the schema says of their storage."""
-    assert isinstance(node.target, torch._ops.OpOverload)
-    for position, argument in enumerate(node.target._schema.arguments):
+def _arguments(node: fx.Node, operator: torch._ops.OpOverload) -> Iterator[tuple[list[fx.Node], Any]]:
+    """Pair a node's tensor arguments with what the schema of its operator says of their storage."""
+    for position, argument in enumerate(operator._schema.arguments):
         value = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
         values = value if isinstance(value, (list, tuple)) else [value]
         yield [v for v in values if isinstance(v, fx.Node)], argument.alias_info

@@ -21,24 +21,24 @@ class Moments(NamedTuple):
     Pairwise Algorithm for Computing Sample Variances", 1979).
 
     Attributes:
-        count: values in each channel.
+        number: values in each channel.
         mean: (channels,), in float32 or better.
         deviations: (channels,), sum of the squared distances to the mean.
     """
 
-    count: Count  # type: ignore[assignment]  # tuple.count gives way
+    number: Count
     mean: Tensor
     deviations: Tensor
 
     @property
     def variance(self) -> Tensor:
         """The mean squared distance, which BatchNorm divides by."""
-        return self.deviations / self.count
+        return self.deviations / self.number
 
     @property
     def unbiased(self) -> Tensor:
         """The variance that BatchNorm keeps as its running variance; not finite for a single value, as in torch."""
-        return self.deviations / (self.count - 1)
+        return self.deviations / (self.number - 1)
 
 
 def moments_of(values: Tensor) -> Moments:
@@ -54,10 +54,10 @@ def merged(parts: Sequence[Moments]) -> Moments:
     """Merge the moments of disjoint micro-batches into those of all their rows together."""
     if len(parts) == 1:
         return parts[0]
-    count = sum(part.count for part in parts)
+    count = sum(part.number for part in parts)
     origin = parts[0].mean
-    mean = origin + _sum([(part.mean - origin) * (part.count / count) for part in parts])
-    apart = [(part.mean - mean).square() * part.count for part in parts]
+    mean = origin + _sum([(part.mean - origin) * (part.number / count) for part in parts])
+    apart = [(part.mean - mean).square() * part.number for part in parts]
     return Moments(count, mean, _sum([part.deviations for part in parts]) + _sum(apart))
 
 

@@ -7,10 +7,10 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from wholebatch.batch.tree import move
 from wholebatch.batch.window import MicroBatch
+from wholebatch.model.dispatch import OperatorMode
 from wholebatch.model.inspection import ModelInfo, uses_batch_statistics
 from wholebatch.model.snapshot import Snapshot
 
@@ -42,14 +42,10 @@ def nothing_normalises(model_info: ModelInfo, loss_fn: Callable[[Any, Any], Any]
     return known[state]
 
 
-class _Watch(TorchDispatchMode):
+class _Watch(OperatorMode):
     """Notes every BatchNorm operator, below autograd, whoever calls it."""
 
-    supports_higher_order_operators = True
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.seen = False
+    seen = False
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.seen |= "batch_norm" in str(function)

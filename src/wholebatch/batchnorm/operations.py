@@ -126,7 +126,7 @@ class BatchNorm(Operation):
         _, of_mean, of_deviations = gradient
         assert of_mean is not None and of_deviations is not None  # apply always gives both
         shape = (1, -1) + (1,) * (x.dim() - 2)
-        towards_mean = (of_mean / moments.count).view(shape)
+        towards_mean = (of_mean / moments.number).view(shape)
         apart = x - moments.mean.view(shape)
         return torch.addcmul(towards_mean, apart, (2 * of_deviations).view(shape)).to(x.dtype)
 

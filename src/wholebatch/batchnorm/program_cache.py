@@ -99,11 +99,10 @@ def _program(
         known = kept[open_to_all]
         if known is not None:
             return known
-    if kept.get(fixed) is None:
-        kept[fixed] = make(call, {})
+    program = kept.get(fixed)
+    if program is None:
+        program = kept[fixed] = make(call, {})
     kept.move_to_end(fixed)
-    program = kept[fixed]
-    assert program is not None  # only programs for free sizes are remembered as impossible
     return program
 
 

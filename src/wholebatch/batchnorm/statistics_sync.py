@@ -77,9 +77,8 @@ class Together(Alone):
         """Merge first here, then over ranks."""
         here = operation.merge(parts) if parts else None
         self._alive(True)
-        if self._empty:
+        if self._empty or here is None:  # a rank without rows cannot say what form a statistic has: objects can
             return operation.merge([part for part in self._objects(here) if part is not None])
-        assert here is not None  # else some rank is empty
         return operation.merge([_like(here, numbers) for numbers in self._gather(_flat(here))])
 
     def sum(self, gradient: Sequence[Tensor | None]) -> Sequence[Tensor | None]:

@@ -185,11 +185,12 @@ def unwrapped(model: nn.Module) -> nn.Module:
     """Look into DistributedDataParallel and torch.compile."""
     while True:
         if isinstance(model, nn.parallel.DistributedDataParallel):
-            model = model.module
-        elif isinstance(getattr(model, "_orig_mod", None), nn.Module):
-            model = model._orig_mod  # type: ignore[assignment]
+            inner: Any = model.module
         else:
+            inner = getattr(model, "_orig_mod", None)  # where torch.compile keeps what it was given
+        if not isinstance(inner, nn.Module):
             return model
+        model = inner
 
 
 def _same(before: ModelCall, call: ModelCall) -> bool:

@@ -94,12 +94,11 @@ def around_library(recorder: Recorder, wrapping: Wrapping) -> None:
     def listener(name: str) -> Listener:
         def called(call: PatchedCall) -> Any:
             inside = LibraryCall(recorder, name, call.given(0, "model"), call.kwargs.get("scaler"))
+            result = None
             try:
                 result = call.run()
-            except BaseException:
-                inside.close()
-                raise
-            inside.close(result)
+            finally:
+                inside.close(result)
             return result
 
         return called

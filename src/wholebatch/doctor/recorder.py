@@ -307,7 +307,7 @@ class Recorder:
 def random_states() -> list[Tensor]:
     """Return copies of the states of torch's generators."""
     states = [torch.random.get_rng_state()]
-    return [*states, torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else states  # type: ignore[no-untyped-call]
+    return [*states, torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else states
 
 
 def readable(parameter: Tensor | None) -> bool:

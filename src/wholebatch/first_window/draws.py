@@ -20,7 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from wholebatch.model.dispatch import OperatorMode
 
 STEP = 0.6180339887498949
 """Multiples of the golden ratio's fraction fill the unit interval evenly, however many are taken."""
@@ -36,7 +37,7 @@ TRAINING = 5
 Values = Callable[[Tensor], Tensor]
 
 
-class FixedDraws(TorchDispatchMode):
+class FixedDraws(OperatorMode):
     """Replace random draws by fixed numbers that are the same for every row.
 
     The number at a place depends on its last index alone, if there are two dimensions or more, and is one and the same
@@ -57,10 +58,8 @@ class FixedDraws(TorchDispatchMode):
         (True, ['rand'])
     """
 
-    supports_higher_order_operators = True
-
     def __init__(self, alike: bool = False) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.seen: set[str] = set()
         self.half = False
         self._alike = alike

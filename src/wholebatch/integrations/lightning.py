@@ -6,8 +6,9 @@ whatever the loss averages over. The callback below undoes that and divides once
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 from weakref import WeakKeyDictionary
 
 import torch
@@ -23,12 +24,12 @@ from wholebatch.integrations.watching import FirstWindow, refuse_unserved
 from wholebatch.loss.terms import read
 from wholebatch.options import Options
 
-try:
+if TYPE_CHECKING or importlib.util.find_spec("lightning") is not None:
     import lightning
     from lightning import Fabric
-except ModuleNotFoundError:  # the same under its older name, installed without the other
-    import pytorch_lightning as lightning  # type: ignore[no-redef]
-    from lightning_fabric import Fabric  # type: ignore[assignment]
+else:  # the same under its older name, installed without the other
+    import pytorch_lightning as lightning
+    from lightning_fabric import Fabric
 
 _ENDING: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
 """Trainers that have been set up with the callback; their tuners run trials without it."""

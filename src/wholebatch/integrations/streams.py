@@ -54,7 +54,8 @@ class _Measured(IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         count = 0
-        for count, row in enumerate(self._stream, start=1):  # noqa: B007
+        for row in self._stream:
+            count += 1
             yield row
         if count % self._rows:
             raise InexactError(

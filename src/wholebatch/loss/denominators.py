@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -21,39 +20,46 @@ FAR = 4
 """How many times too small a guess may be; half precision has room for this."""
 
 
-class Denominators(Protocol):
-    """Divides the shares of a window.
+class Denominators:
+    """Divides the shares of a window. What is written here is for numbers that are known and stay as they are.
 
     Attributes:
         loose: whether shares are propagated before their true denominators are known.
     """
 
-    loose: bool
+    loose = False
 
     @property
     def guess(self) -> float:
         """The number to agree on with other ranks; 0 for none, or one that is agreed already."""
+        return 0.0
 
     def use_agreed(self, number: float) -> None:
         """Divide by the number that all ranks have agreed on."""
+        return
 
     def observe(self, answer: ParsedLoss, extent: float) -> bool:
         """Take note of an answer before its backward; False if every denominator must be known first."""
+        raise NotImplementedError
 
     def correction(self) -> float:
         """Take the factor that what was propagated before the last answer is to be given now."""
+        return 1.0
 
     def of(self, answer: ParsedLoss) -> Divisors:
         """Return what each term of the answer is divided by now."""
+        raise NotImplementedError
 
     def check(self, sums: LossTotals) -> None:
         """Raise if this rank's own counts are not what was said of them beforehand."""
+        return
 
     def settle(self, sums: LossTotals) -> Count:
         """Learn the sums of all ranks; return the factor that what was propagated so far is still to be given."""
+        return 1.0
 
 
-class Provisional:
+class Provisional(Denominators):
     """Divide by one number for the window, a guess from its micro-batches, and mend the sum afterwards.
 
     Serves losses whose terms all share one denominator, or have none. The guess is a power of two, so that dividing
@@ -89,6 +95,7 @@ class Provisional:
         self._true: LossTotals | None = None
 
     def observe(self, answer: ParsedLoss, extent: float) -> bool:
+        """Make or better the guess, unless terms turn out to have denominators of their own."""
         pattern = _pattern(answer)
         if pattern is not None:
             averaged = [term for term in answer.terms.values() if term.kind not in KNOWN]
@@ -100,6 +107,7 @@ class Provisional:
         return pattern is not None and pattern == self._pattern and not (self._read and pattern)
 
     def correction(self) -> float:
+        """Take the ratio of the guess that was given up to the one that took its place."""
         correction, self._correction = self._correction, 1.0
         return correction
 
@@ -125,6 +133,7 @@ class Provisional:
         return max(_places(term) * extent, self._extent)
 
     def of(self, answer: ParsedLoss) -> Divisors:
+        """Divide by the guess, or by the true denominators once these are known."""
         if self._true is not None:
             return counted_divisors(self._true, answer)
         known = {"one": 1.0, "once": float(self._world)}
@@ -140,10 +149,8 @@ class Provisional:
         if number:
             self._number, self._agreed = float(power_of_two(number)), True
 
-    def check(self, sums: LossTotals) -> None:
-        return None
-
     def settle(self, sums: LossTotals) -> Count:
+        """Return the ratio of the guess to the true denominator."""
         if self._exact_last:
             self._true = sums
         averaged = [key for key, kind in sums.schema.terms if kind not in KNOWN]
@@ -157,7 +164,7 @@ class Provisional:
         return torch.where(exact != 0, self._number / exact, 0.0)
 
 
-class Known:
+class Known(Denominators):
     """Divide by the denominators of the whole batch, known before the first backward.
 
     Args:
@@ -166,9 +173,6 @@ class Known:
         source: who said so, for the error.
         before: what this rank's micro-batches added up to in a counting pass, which they must do again.
     """
-
-    loose = False
-    guess = 0.0
 
     def __init__(
         self,
@@ -180,20 +184,17 @@ class Known:
         self._everywhere, self._here, self._source, self._before = everywhere, here, source, before
         self._expected: Divisors = {}
 
-    def use_agreed(self, number: float) -> None:
-        return None
-
-    def correction(self) -> float:
-        return 1.0
-
     def observe(self, answer: ParsedLoss, extent: float) -> bool:
+        """Note what was said beforehand of the answer's terms."""
         self._expected.update(self._here(answer))
         return True
 
     def of(self, answer: ParsedLoss) -> Divisors:
+        """Divide by what is known."""
         return self._everywhere(answer)
 
     def check(self, sums: LossTotals) -> None:
+        """Hold the counts of the answers against what was said beforehand."""
         for key, kind in sums.schema.terms:
             found, expected = sums.counts[key], self._expected.get(key, 0.0)
             if kind in KNOWN or isinstance(found, Tensor) or isinstance(expected, Tensor):
@@ -206,9 +207,6 @@ class Known:
                 )
         if self._before is not None:
             _same_answers(self._before, sums)
-
-    def settle(self, sums: LossTotals) -> Count:
-        return 1.0
 
 
 def stated_divisors(sums: LossTotals, answer: ParsedLoss) -> Divisors:

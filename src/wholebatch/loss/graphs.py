@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -62,8 +63,9 @@ def ignored_targets(term: Mean) -> Iterator[Tensor]:
         walk = _walk(term, lambda node, shape: math.prod(shape) == size and _kind(node) not in MEETING)
         found = (node for node, _ in walk if node.name() in CROSS_ENTROPIES)
     for node in found:
-        target, ignored = node._saved_target, node._saved_ignore_index  # type: ignore[attr-defined]
-        if node._saved_reduction == 0 and target.numel() == size:  # type: ignore[attr-defined]
+        saved: Any = node  # autograd hands out what a node has saved, under names that no type knows
+        target, ignored = saved._saved_target, saved._saved_ignore_index
+        if saved._saved_reduction == 0 and target.numel() == size:
             yield target.eq(ignored - 2**64 if ignored >= 2**63 else ignored).any()
 
 

@@ -262,7 +262,7 @@ class GradientAccumulator:
             self._aside[key] = before
             parameter.grad = None
         if self._widens(parameter):
-            hook = parameter.register_post_accumulate_grad_hook(self._widen)  # type: ignore[no-untyped-call]
+            hook = parameter.register_post_accumulate_grad_hook(self._widen)
             self._hooks.append(hook)
 
     def _widens(self, parameter: Tensor) -> bool:

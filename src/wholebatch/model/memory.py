@@ -203,8 +203,8 @@ class _CountedAgain(saved_tensors_hooks):
         keep, give = _hooks_in_force()
 
         def pack(tensor: Tensor) -> Any:
-            seen = tensor.detach()
-            seen.counted = self._watch.pack(tensor)  # type: ignore[attr-defined]  # lives as long as what is kept
+            seen: Any = tensor.detach()
+            seen.counted = self._watch.pack(tensor)  # lives as long as what is kept
             return keep(seen)
 
         super().__init__(pack, give)

@@ -192,7 +192,7 @@ def _refuse_settings(model: DistributedDataParallel, reduced: Sequence[Tensor]) 
             "DistributedDataParallel(delay_all_reduce_named_params=...) reduces gradients in every backward, also of a "
             "micro-batch. Leave it out."
         )
-    said: dict[str, Any] = model._get_ddp_logging_data()  # type: ignore[no-untyped-call]
+    said: dict[str, Any] = model._get_ddp_logging_data()
     built, now = said.get("num_parameter_tensors"), len(reduced)
     if built is not None and (now > built or (now < built and not model.find_unused_parameters)):
         raise SyncError(

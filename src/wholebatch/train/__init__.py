@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from wholebatch.train.extras import require_program
 
-require_program()
-
-from wholebatch.train.config import Config  # noqa: E402
-from wholebatch.train.errors import ConfigError, DataError, RunError  # noqa: E402
-from wholebatch.train.run import Outcome, train  # noqa: E402
+try:
+    from wholebatch.train.config import Config
+    from wholebatch.train.errors import ConfigError, DataError, RunError
+    from wholebatch.train.run import Outcome, train
+finally:  # names all that is missing, not only what these imports came upon: some is needed late in a run
+    require_program()
 
 __all__ = ["Config", "ConfigError", "DataError", "Outcome", "RunError", "train"]

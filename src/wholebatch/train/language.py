@@ -117,8 +117,9 @@ class HuggingFace:
     def encode(self, text: str) -> list[int]:
         """Return the tokenizer's tokens, closed by its end token if it has one."""
         tokens = list(self.tokenizer(text)["input_ids"])
-        closed = self.end is None or tokens[-1:] == [self.end]
-        return tokens if closed else [*tokens, self.end]  # type: ignore[list-item]
+        if self.end is None or tokens[-1:] == [self.end]:
+            return tokens
+        return [*tokens, self.end]
 
     def decode(self, tokens: list[int]) -> str:
         """Return the text of tokens without special ones."""
@@ -154,5 +155,6 @@ class HuggingFace:
 
     def export(self, folder: Path) -> None:
         """Write what a weights file lacks, so that `from_pretrained(folder)` opens it."""
-        self.model.config.save_pretrained(folder)  # type: ignore[operator, union-attr]
+        config: Any = self.model.config
+        config.save_pretrained(folder)
         self.tokenizer.save_pretrained(folder)

@@ -91,8 +91,9 @@ class Task(ABC):
         """Return something the model made, if it makes anything."""
         return None
 
-    def export(self, folder: Path) -> None:  # noqa: B027 - most tasks add nothing
-        """Write beside the weights what others need to open them."""
+    def export(self, folder: Path) -> None:
+        """Write beside the weights what others need to open them; most tasks add nothing."""
+        return
 
 
 def digest(parts: Iterable[bytes]) -> str:

@@ -13,14 +13,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from wholebatch.model.comparison import compare, joined
+from wholebatch.model.dispatch import OperatorMode
 from wholebatch.verify.explaining import FOREIGN
 from wholebatch.verify.reference import LossFunction, OtherName, Reference, plain_gradient
 
 
-class Uncast(TorchDispatchMode):
+class Uncast(OperatorMode):
     """Leaves double precision as it is where code asks for fewer bits.
 
     Example:
@@ -28,11 +28,6 @@ class Uncast(TorchDispatchMode):
         ...     torch.zeros(2, dtype=torch.float64).float().dtype
         torch.float64
     """
-
-    supports_higher_order_operators = True
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})

@@ -403,7 +403,7 @@ def _like(twin: nn.Module, model: nn.Module) -> nn.Module:
     twin.zero_grad(set_to_none=True)
     for parameter, own in zip(twin.parameters(), model.parameters(), strict=True):
         for hook in hooks_of(own) if parameter.requires_grad else ():
-            parameter.register_hook(hook)  # type: ignore[no-untyped-call]
+            parameter.register_hook(hook)
     return twin
 
 

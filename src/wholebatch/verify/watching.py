@@ -143,7 +143,7 @@ class HookSums:
                 handles.append(module.register_full_backward_hook(functools.partial(self._module, name)))
         for name, parameter in model.named_parameters():
             if parameter.requires_grad and parameter._backward_hooks:
-                handles.append(parameter.register_hook(functools.partial(self._parameter, name)))  # type: ignore[no-untyped-call]
+                handles.append(parameter.register_hook(functools.partial(self._parameter, name)))
         try:
             yield
         finally:
