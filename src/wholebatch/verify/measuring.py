@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -25,20 +24,17 @@ from wholebatch.first_window import reasons
 from wholebatch.first_window.draws import FixedDraws, uncompiled
 from wholebatch.gradient.preconditions import refuse_inexact
 from wholebatch.loss.terms import LossFunction
-from wholebatch.model.comparison import Comparison, compare, errors_of, joined, rounding_of, summed
+from wholebatch.model.comparison import Comparison, compare, errors_of, joined, rounding_of
 from wholebatch.options import Options
 from wholebatch.verify import causes
 from wholebatch.verify.answers import asked_twice
 from wholebatch.verify.explaining import FOREIGN, Case, bent_by_hooks, explain, where_rows_meet
 from wholebatch.verify.finding import Finding
-from wholebatch.verify.precision import Rounded
-from wholebatch.verify.reference import OtherName, Reference, plain_gradient, rows_or_one, whole_micro_batches
+from wholebatch.verify.precision import Rounded, Yardstick
+from wholebatch.verify.reference import OtherName, plain_gradient, rows_or_one, whole_micro_batches
 from wholebatch.verify.running import Bench, Ran, over_ranks, several_ranks, shares, together
 from wholebatch.verify.truth import TruthReader
 from wholebatch.verify.watching import HookSums, ReplayedLoss, checkpoints_heard
-
-NOISE = 1e-12
-"""A gradient that is this much smaller than the loss is zero, up to the rounding of double precision."""
 
 
 class CheckRun:
@@ -59,7 +55,7 @@ class CheckRun:
         self.comparable = True
         self.size = Comparison(math.inf, 0.0, 0.0)
         self.rounding = rounding_of(self.dtype)
-        self.tolerance, self.own_error, self.by_parameter = self.rounding.sums, 0.0, dict[str, float]()
+        self.by_parameter = dict[str, float]()
         self.micro_batches = len(cut)
         self.reader = TruthReader(
             self.stage, loss_fn, batch, self.dtype, self.names, self.collate, wrapped=self.wrapped
@@ -102,12 +98,14 @@ class CheckRun:
         with FixedDraws() as steady:
             whole = self.reader.untouched()
             self.truth, own = together(lambda: self.reader.truths(whole), self.wrapped)
+            rounded = Rounded(self.stage.model, self.loss_fn, self.dtype, self.reading, self.stage.back)
+            self.yardstick = Yardstick(self.rounding, rounded, self.truth, own, self.whole)
             self.ask_twice()
         self.say_draws(sorted(steady.seen))
         ran = self.ours()
         if ran is not None:
             with FixedDraws():
-                self.compare(ran, own)
+                self.compare(ran)
             self.with_draws(bool(steady.seen))
 
     def ask_twice(self) -> None:
@@ -157,74 +155,39 @@ class CheckRun:
             )
         return ran
 
-    def compare(self, ran: Ran, own: Reference | None) -> None:
+    def compare(self, ran: Ran) -> None:
         """Hold gradient, items, loss and buffers of both sides against each other."""
-        truth, count = self.truth, ran.result.micro_batches
-        self.micro_batches = count
+        truth, yardstick = self.truth, self.yardstick
+        self.micro_batches = ran.result.micro_batches
+        yardstick.widen_for(self.micro_batches)
         self.size = compare(*joined(ran.gradients, truth.gradients))
         self.by_parameter = errors_of(ran.gradients, truth.gradients)
-        if own is not None:
-            self.own_error = compare(*joined(own.gradients, truth.gradients)).error
-        self.tolerance = max(summed(self.rounding.sums, count), 4 * self.own_error)
         micro_batches = shares(lambda: ran.micro_batches, self.wrapped)
         if any(over_ranks(bool(self.findings) or not self.comparable, self.wrapped)):
             return
-        if self.is_nothing(ran):
+        if yardstick.is_nothing(ran.gradients):
             self.findings.append(causes.nothing(truth))
         elif not all(bool(gradient.isfinite().all()) for gradient in truth.gradients.values()):
             self.not_shown.append("The gradient of the whole batch is not finite, so nothing can be compared with it.")
-        elif not (self.size.error <= self.tolerance or self.is_rounding(micro_batches)):
+        elif not yardstick.explains(self.size, micro_batches):
             self.explain(ran, micro_batches)
         else:
-            self.say_rounding()
-            self.compare_the_rest(ran, own)
+            if yardstick.is_rough:
+                self.not_shown.append(
+                    f"In {self.dtype} the plain reading itself is {yardstick.own_error:.1g} away from one in more bits,"
+                    " and no difference below that can be seen: check in float64, or with another batch."
+                )
+            self.compare_the_rest(ran)
             self.compare_what_hooks_see(ran, micro_batches)
 
-    def is_rounding(self, micro_batches: Sequence[Any]) -> bool:
-        """Measure what rounding explains where the bound of the precision does not, and look again."""
-        if self.reading["dtype"] != torch.float64:
-            return False
-        if self.uncast is not None:
-            self.own_error = compare(*joined(self.uncast.gradients, self.truth.gradients)).error
-            if self.own_error > self.rounding.sums:  # one number in few bits may be so far off, and by chance is not
-                self.own_error = max(self.own_error, torch.finfo(torch.float32).eps / 2)
-        self.own_error = max(self.own_error, self.rounded.between(micro_batches))
-        self.tolerance = max(self.tolerance, 4 * self.own_error)
-        return self.size.error <= self.tolerance
-
-    @property
-    def rounded(self) -> Rounded:
-        """Reads again, in other precisions."""
-        return Rounded(self.stage.model, self.loss_fn, self.dtype, self.reading, self.stage.back)
-
-    @functools.cached_property
-    def uncast(self) -> Reference | None:
-        """The whole batch without a number in fewer bits, where the model itself is in double precision."""
-        wide = self.dtype == self.reading["dtype"] == torch.float64
-        return self.rounded.uncast([self.whole]) if wide and self.whole is not None else None
-
-    def say_rounding(self) -> None:
-        """Where the whole batch itself is far from double precision, agreement to within that shows nothing."""
-        if self.own_error > self.rounding.rough:
-            self.not_shown.append(
-                f"In {self.dtype} the plain reading itself is {self.own_error:.1g} away from one in more bits, and no "
-                "difference below that can be seen: check in float64, or with another batch."
-            )
-
-    def is_nothing(self, ran: Ran) -> bool:
-        """Tell whether both gradients are zero, or what rounding leaves of it beside a loss of this size."""
-        ours, truth = (float(vector.norm()) for vector in joined(ran.gradients, self.truth.gradients))
-        size = self.truth.size
-        return truth <= NOISE * size and ours <= 10 * self.rounding.sums * size
-
-    def compare_the_rest(self, ran: Ran, own: Reference | None) -> None:
+    def compare_the_rest(self, ran: Ran) -> None:
         """Where the gradients agree, look at what was reported of them, and at what else has moved."""
         truth = self.truth
         whole = [n for (_, place), n in truth.counts.items() if not isinstance(ran.result.items, dict) or not place]
         loss = float(ran.result.loss)
         if causes.counts_differ(ran.items, whole):
             self.findings.append(causes.miscounted(whole, ran.items, self.size))
-        elif not (self.is_the_loss(loss, own) or self.is_the_loss(loss, self.uncast)):
+        elif not self.yardstick.explains_loss(loss):
             self.findings.append(causes.another_loss(loss, float(truth.loss)))
         missing = [name for name in ran.missing if bool(truth.gradients[name].any())]
         if missing:
@@ -234,13 +197,6 @@ class CheckRun:
             self.findings.append(causes.other_buffers(moved))
         if truth.micro_batches > 1 and (self.micro_batches > 1 or self.wrapped):
             self.look_for_coupling()
-
-    def is_the_loss(self, loss: float, own: Reference | None) -> bool:
-        """Tell whether a loss is the whole batch's, as far as a reading in another precision says what rounding is."""
-        truth = self.truth
-        room = 10 * self.tolerance * max(truth.size, abs(float(truth.loss)))
-        room += 4 * abs(float(own.loss) - float(truth.loss)) if own is not None else 0.0
-        return abs(loss - float(truth.loss)) <= room
 
     def compare_what_hooks_see(self, ran: Ran, micro_batches: Sequence[Any]) -> None:
         """Show hooks the plain reading of the same micro-batches: what they see must not depend on how it is
@@ -256,14 +212,14 @@ class CheckRun:
             return
         finally:
             self.stage.back()
-        names = ran.seen.apart(seen, max(10 * self.tolerance, 1e-9))
+        names = ran.seen.apart(seen, max(10 * self.yardstick.tolerance, 1e-9))
         if names:
             self.findings.append(causes.shown_otherwise(names))
 
     def other_buffers(self, ran: Ran) -> list[str]:
         """Name the buffers that stand elsewhere than after the whole batch."""
         pairs = [(name, ran.buffers[name], after) for name, after in self.truth.buffers.items() if name in ran.buffers]
-        near = max(1e-4 if self.dtype != torch.float64 else 1e-9, 10 * self.tolerance)
+        near = max(1e-4 if self.dtype != torch.float64 else 1e-9, 10 * self.yardstick.tolerance)
         return [
             name
             for name, ours, whole in pairs
@@ -286,7 +242,7 @@ class CheckRun:
             truth=self.truth,
             ours=ran.gradients,
             size=self.size,
-            tolerance=self.tolerance,
+            tolerance=self.yardstick.tolerance,
             rows=() if self.wrapped or isinstance(self.batch, Window) else self.rows,
             padded=self.as_wide,
             names=self.names,
@@ -360,7 +316,7 @@ class CheckRun:
         finally:
             self.stage.back()
         size = compare(*joined(ran.gradients, again.gradients))
-        if not size.error <= max(4 * self.tolerance, 1e-5 if self.dtype != torch.float64 else 0.0):
+        if not size.error <= max(4 * self.yardstick.tolerance, 1e-5 if self.dtype != torch.float64 else 0.0):
             self.findings.append(causes.other_with_draws(size))
         else:
             self.notes.append("With draws on, the window is the sum of its micro-batches run again with their draws.")
