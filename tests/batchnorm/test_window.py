@@ -381,6 +381,32 @@ def test_several_denominators_a_window_and_gradients_already_there() -> None:
     assert result.loss.item() == pytest.approx(reference.loss.item(), rel=1e-12)
 
 
+@pytest.mark.parametrize("choice", ["exact", "exact-lock-step"])
+@pytest.mark.parametrize("first", [0, 1], ids=["nothing", "little"])
+def test_a_first_micro_batch_with_hardly_any_items_bends_no_gradient_that_waits(first: int, choice: str) -> None:
+    model, x = built(residual), images(40).double()
+    weights = torch.ones(40, dtype=torch.float64)
+    weights[first:8] = 0
+
+    def weighted(net: nn.Module, batch: Any) -> wb.Mean:
+        return wb.mean(values(net, batch["x"]), batch["w"])
+
+    def plain(net: nn.Module, batch: Any) -> torch.Tensor:
+        return (values(net, batch["x"]) * batch["w"]).sum() / batch["w"].sum()
+
+    batch = {"x": x, "w": weights}
+    reference = whole_batch(model, plain, batch)
+    wb.backward(model, weighted, batch, micro_batch_size=8, batch_norm=choice)
+    assert_same_gradient(model, reference)
+
+    naive = copy.deepcopy(model)
+    naive.zero_grad()
+    for start in range(0, 40, 8):
+        part = {name: leaf[start : start + 8] for name, leaf in batch.items()}
+        ((values(naive, part["x"]) * part["w"]).sum() / part["w"].sum().clamp(min=1) / 5).backward()
+    assert_differs(naive, reference)
+
+
 def test_steps_train_as_on_the_whole_batch() -> None:
     """Five windows of changing sizes with an optimizer: captures are used again, parameters are the live ones."""
     model = built(lambda: nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.SiLU(), nn.Linear(6, 3)))

@@ -239,7 +239,8 @@ class _WindowRun:
 
     def _provisional(self) -> Provisional:
         exact_last = self.single or (self.ranks.world > 1 and self.travel is Travel.LAST)
-        adapts = not self.ranks.meets and self.travel is not Travel.EVERY
+        # Gradients that wait where rows meet are not yet in any sum that a correction could be applied to.
+        adapts = not (self.window.meets or self.ranks.meets) and self.travel is not Travel.EVERY
         return Provisional(self.ranks.world, exact_last, not self.single, self.extent, adapts, self.hooks_read)
 
     # Loop
