@@ -118,3 +118,150 @@ def test_a_choice_by_comparison_is_said() -> None:
 
     found = wb.backward(model(), loss_fn, batch(), 4).verified
     assert "lt (in loss_fn, test_kinks.py" in found and "not shown" in found
+
+
+# What no graph shows: values of all rows bent inside of a function of one's own, on detached values, in a backward.
+
+
+class Bounded(torch.autograd.Function):
+    """Weighs rows by their mean, above a bound."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor) -> Tensor:
+        weight = values.mean().clamp(min=FAR)
+        ctx.save_for_backward(weight)
+        return values * weight
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * ctx.saved_tensors[0]  # the bound binds
+
+
+class Limited(torch.autograd.Function):
+    """Passes values, and keeps the norm of their gradient below a bound."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor) -> Tensor:
+        return values.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * (FAR / gradient.norm()).clamp(max=1.0)
+
+
+class Steep(torch.autograd.Function):
+    """Bounds the gradient of each number by itself."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor) -> Tensor:
+        return values.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient.clamp(-FAR, FAR)
+
+
+def row_losses(model: Any, batch: Any) -> Tensor:
+    return F.cross_entropy(model(batch["x"]), batch["y"], reduction="none")
+
+
+def through(function: Any) -> Callable[[Any, Any], Tensor]:
+    return lambda model, batch: F.cross_entropy(function.apply(model(batch["x"])), batch["y"], reduction="none")
+
+
+def weighed_aside(model: Any, batch: Any) -> Tensor:
+    values = row_losses(model, batch)
+    return values * values.detach().mean().clamp(min=FAR)
+
+
+def weighed_without_grad(model: Any, batch: Any) -> Tensor:
+    values = row_losses(model, batch)
+    with torch.no_grad():
+        weight = torch.maximum(values.mean(), values.new_tensor(FAR))
+    return values * weight
+
+
+ASIDE: dict[str, Callable[[Any, Any], Tensor]] = {
+    "in a forward of its own": through(Bounded),
+    "detached": weighed_aside,
+    "without a graph": weighed_without_grad,
+}
+
+
+@pytest.mark.parametrize("name", ASIDE)
+def test_a_kink_that_no_graph_shows_is_refused_before_it_binds(name: str) -> None:
+    with pytest.raises(InexactError, match=r"bends a value .* of all rows.*wb.coupled_backward"):
+        wb.backward(model(), ASIDE[name], batch(), 4)
+
+
+def test_a_clip_within_a_backward_is_refused_before_it_binds() -> None:
+    with pytest.raises(InexactError, match=r"clamp \(in backward.*of all rows.*max_grad_norm"):
+        wb.backward(model(), through(Limited), batch(), 4)
+    learner = model()
+    learner.layer.weight.register_hook(lambda gradient: gradient.clamp(-FAR, FAR))
+    with pytest.raises(InexactError, match=r"clamp \(in <lambda>.*gradient of a parameter.*max_grad_norm"):
+        wb.backward(learner, row_losses, batch(), 4)
+
+
+def test_a_clip_of_each_number_wants_the_true_denominator() -> None:
+    """It is right if the batch's items are known first, and off where they are provisional."""
+    steep = through(Steep)
+    with pytest.raises(InexactError, match=r"clamp \(in backward.*items="):
+        wb.backward(model(), steep, batch(n=12), 4)
+    large, learner = {**batch(n=12), "x": 1e5 * batch(n=12)["x"]}, model()
+
+    def tight(model: Any, batch: Any) -> Tensor:
+        return 1e3 * steep(model, batch)
+
+    reference = whole_batch(learner, lambda m, b: tight(m, b).mean(), large)
+    wb.backward(learner, tight, large, 4, items=len_of_rows)
+    assert_same_gradient(learner, reference)
+    learner.zero_grad()
+    wb.backward(learner, tight, large, 4, verify="never")
+    assert_differs(learner, reference)
+
+
+def len_of_rows(micro_batch: Any) -> int:
+    return len(micro_batch["x"])
+
+
+def test_what_kinks_without_a_graph_cost_once_they_bind() -> None:
+    learner, large = model(), batch(size=12.0)
+
+    def loss_fn(model: Any, batch: Any) -> Tensor:
+        values = row_losses(model, batch)
+        return values * values.detach().mean().clamp(min=2.0)
+
+    reference = whole_batch(learner, lambda m, b: loss_fn(m, b).mean(), large)
+    wb.backward(learner, loss_fn, large, 4, verify="never")
+    assert_differs(learner, reference)
+
+
+LOG: list[float] = []
+
+
+def logged(model: Any, batch: Any) -> Tensor:
+    """Bends, compares and reads for a log alone."""
+    values = row_losses(model, batch)
+    LOG.append(values.mean().item())
+    with torch.no_grad():
+        LOG.append(float(values.mean().clamp(max=FAR)))
+        if values.mean() > FAR:
+            LOG.append(0.0)
+    return values
+
+
+def test_what_is_only_logged_is_no_kink() -> None:
+    learner = model()
+    learner.layer.weight.register_hook(lambda gradient: LOG.append(float(gradient.abs().max())))
+    found = wb.backward(learner, logged, batch(), 4).verified
+    assert found.startswith("verified") and "not shown" not in found
+
+
+def test_a_number_that_python_bends_is_said() -> None:
+    def loss_fn(model: Any, batch: Any) -> Tensor:
+        values = row_losses(model, batch)
+        return values * max(FAR, values.mean().item())
+
+    found = wb.backward(model(), loss_fn, batch(), 4).verified
+    assert "item (in loss_fn, test_kinks.py" in found and "not shown" in found

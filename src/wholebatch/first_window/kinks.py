@@ -33,18 +33,36 @@ LARGEST = 1 << 14
 """Up to how many numbers a value is looked at: what has met all rows is a number, or one for each feature."""
 
 
+PASSED_ON = ("__torch_function__", "__torch_dispatch__")
+
+
 class Kink(NamedTuple):
     """A call that bends what it is given, or compares it.
 
     Attributes:
         place: what was called, and where.
-        value: what it was given.
+        value: what it was given, or some numbers of it.
         compares: whether it only compares.
+        shape: of what it was given.
+        side: "graph" where the graph of the loss shows it, "aside" where none does, "backward" while gradients flow.
     """
 
     place: str
     value: Tensor
     compares: bool
+    shape: tuple[int, ...]
+    side: str = "graph"
+
+
+class Line(NamedTuple):
+    """A line of the user's own."""
+
+    function: str
+    filename: str
+    number: int
+
+    def __str__(self) -> str:
+        return f"in {self.function}, {Path(self.filename).name}, line {self.number}"
 
 
 class KinkWatch(TorchFunctionMode):
@@ -69,9 +87,10 @@ class KinkWatch(TorchFunctionMode):
         given = _learning([*args, *kwargs.values()]) if bends or compares else []
         if name == "where":
             given = [value for condition, value in self._chosen if args and condition is args[0]]
+        values = [value.detach().clone() for value in given]  # before it is bent in place
         result = function(*args, **kwargs)
         if given:
-            self._note(name, given, result, compares)
+            self._note(name, given, values, result, compares)
         return result
 
     def take(self, outputs: Iterable[Tensor]) -> list[Kink]:
@@ -85,42 +104,42 @@ class KinkWatch(TorchFunctionMode):
         reached = _below(outputs, nodes) if nodes else set()
         return [kink for kink, node in seen if node is None or node in reached]
 
-    def _note(self, name: str, given: Sequence[Tensor], result: Any, compares: bool) -> None:
-        place = f"{name} ({_line(sys._getframe(2))})"
+    def _note(self, name: str, given: Sequence[Tensor], values: Sequence[Tensor], result: Any, compares: bool) -> None:
+        place = f"{name} ({line_of(sys._getframe(2)) or 'in torch'})"
         node = None if compares else _node_of(result)
         if compares and isinstance(result, Tensor):
             self._chosen += [(result, value) for value in given]
         if compares or node is not None:
-            self._seen += [(Kink(place, value.detach().clone(), compares), node) for value in given]
+            self._seen += [(Kink(place, value, compares, tuple(value.shape)), node) for value in values]
 
 
-def bent_over_rows(whole: Sequence[Kink], parts: Sequence[Sequence[Kink]]) -> tuple[str, str]:
-    """Name the first call that bends a value which has met all rows, and the first that compares one; "" for none.
+def bent_over_rows(whole: Sequence[Kink], parts: Sequence[Sequence[Kink]]) -> list[Kink]:
+    """List the calls that bend or compare a value which has met all rows, one for each place.
 
     Calls are told apart by their place and their turn there. Where whole and parts call a place in different numbers,
     it is called once a row, and what it is given is a row's.
     """
-    bent = compared = ""
-    places = [_by_place(kinks) for kinks in (whole, *parts)]
-    for place, calls in places[0].items():
-        turns = [calls, *(part.get(place, []) for part in places[1:])]
-        if any(len(turn) != len(calls) for turn in turns):
-            continue
-        met = any(_has_met_rows([kink.value for kink in turn]) for turn in zip(*turns, strict=True))
-        if met and calls[0].compares:
-            compared = compared or place
-        elif met:
-            bent = bent or place
-    return bent, compared
+    found = []
+    for turns in turns_at_places([whole, *parts]):
+        if any(_has_met_rows(turn) for turn in turns):
+            found.append(turns[0][0])
+    return found
 
 
-def _has_met_rows(values: Sequence[Tensor]) -> bool:
+def turns_at_places(runs: Sequence[Sequence[Kink]]) -> list[list[tuple[Kink, ...]]]:
+    """Put the calls of several runs side by side, place for place; those that were made in different numbers aside."""
+    places = [_by_place(kinks) for kinks in runs]
+    sides = [[place.get(key, []) for place in places] for key in places[0]]
+    return [list(zip(*calls, strict=True)) for calls in sides if len(set(map(len, calls))) == 1]
+
+
+def _has_met_rows(kinks: Sequence[Kink]) -> bool:
     """Tell whether a value of the whole is another than each part's, and a number, or a mixture or sum of theirs."""
-    whole, *parts = values
-    if len(parts) < 2 or any(part.shape != whole.shape for part in parts):
+    whole, *parts = [kink.value for kink in kinks]
+    if len(parts) < 2 or any(kink.shape != kinks[0].shape for kink in kinks):
         return False
     tolerance = torch.finfo(whole.dtype).eps * (100 if whole.element_size() > 2 else 4)
-    w, *p = (value.double().flatten() for value in values)
+    w, *p = (kink.value.double().flatten() for kink in kinks)
     size = tolerance * float(torch.stack([w, *p]).abs().max())
     if not all(float((w - each).abs().max()) > size for each in p):  # also where one is no number
         return False
@@ -129,13 +148,15 @@ def _has_met_rows(values: Sequence[Tensor]) -> bool:
     apart = p[0] - p[1]
     share = float((w - p[1]) @ apart) / max(float(apart @ apart), sys.float_info.min)
     mixed = w - p[1] - share * apart
-    return any(float(rest.abs().max()) <= size for rest in (mixed, w - sum(p)))
+    total = p[0] + p[1]
+    times = float(w @ total) / max(float(total @ total), sys.float_info.min)  # gradients of parts may be half as large
+    return any(float(rest.abs().max()) <= size for rest in (mixed, w - times * total))
 
 
-def _by_place(kinks: Sequence[Kink]) -> dict[str, list[Kink]]:
-    found: dict[str, list[Kink]] = {}
+def _by_place(kinks: Sequence[Kink]) -> dict[tuple[str, str], list[Kink]]:
+    found: dict[tuple[str, str], list[Kink]] = {}
     for kink in kinks:
-        found.setdefault(kink.place, []).append(kink)
+        found.setdefault((kink.place, kink.side), []).append(kink)
     return found
 
 
@@ -162,10 +183,8 @@ def _below(outputs: Iterable[Tensor], wanted: set[Node]) -> set[Node]:
     return wanted & seen
 
 
-def _line(frame: FrameType | None) -> str:
-    """Name the first line that is not torch's own."""
-    while frame is not None and TORCH in Path(frame.f_code.co_filename).parents:
+def line_of(frame: FrameType | None) -> Line | None:
+    """Name the first line that is not torch's own, nor of a watch that only passes on; None if there is none."""
+    while frame is not None and (TORCH in Path(frame.f_code.co_filename).parents or frame.f_code.co_name in PASSED_ON):
         frame = frame.f_back
-    if frame is None:
-        return "in torch"
-    return f"in {frame.f_code.co_name}, {Path(frame.f_code.co_filename).name}, line {frame.f_lineno}"
+    return None if frame is None else Line(frame.f_code.co_name, frame.f_code.co_filename, frame.f_lineno)

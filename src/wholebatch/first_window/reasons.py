@@ -84,3 +84,9 @@ DRAWN = (
     "other rows than the batch does. Draw them with the batch, and they go with their rows."
 )
 """What may also be where rows meet and the model or the loss function draws."""
+
+PROVISIONAL = (
+    "It would be shown gradients over a provisional number of items, as the batch's is known at the end. State that "
+    "beforehand: items=lambda micro_batch: ..., what its loss is averaged over (its rows, its tokens)."
+)
+"""Why what acts on the size of a gradient has to know the denominator first."""

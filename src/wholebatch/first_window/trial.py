@@ -19,6 +19,7 @@ from wholebatch.errors import SplitError
 from wholebatch.first_window.conduct import WatchedLoss
 from wholebatch.first_window.draws import FixedDraws, NormWatch, uncompiled
 from wholebatch.first_window.kinks import Kink, KinkWatch
+from wholebatch.first_window.off_graph import OffGraph
 from wholebatch.first_window.sample import TriedRows
 from wholebatch.loss.denominators import Known, counted_divisors
 from wholebatch.loss.seeds import BackwardSeeds, weighted
@@ -53,7 +54,7 @@ class TrialOutcome:
         shapes: of what the loss function returned for the whole and for the parts.
         stated: the terms whose items the loss function states beside a number, so that nobody can count them again.
         provisional: whether the window will divide by a provisional number, as the terms share one that is not known.
-        kinks: what was clipped, bent or compared in the loss of each micro-batch, the whole first.
+        kinks: what was clipped, bent or compared in the loss and the backward of each micro-batch, the whole first.
     """
 
     gradient: float = 0.0
@@ -146,6 +147,8 @@ class Trial:
         self._learning = learning
         self._gradients = GradientAccumulator()
         self._watched, self._outcome, self._kinks = WatchedLoss(loss_fn, {}), TrialOutcome(), KinkWatch()
+        self._aside = OffGraph()
+        self._disturbed: tuple[str, bool] | None = None
 
     @functools.cached_property
     def _start(self) -> Snapshot:
@@ -177,6 +180,22 @@ class Trial:
         """
         whole = sample.cut(sample.whole)
         return self.compare([whole], iter([whole]), carry=carry)
+
+    def feels(self, sample: TriedRows, kink: Kink) -> bool:
+        """Tell whether loss or gradient follow if a call returns something else, a comparison its other side."""
+        whole = sample.cut(sample.whole)
+        for up in (True, False):
+            self._disturbed = kink.place, up
+            try:
+                if not self.compare([whole], iter([whole])).adds_up:
+                    return True
+            except ArithmeticError:
+                pass  # the exponential of a number that is logged
+            except (RuntimeError, ValueError, TypeError, LookupError, AssertionError):
+                return True  # as a check of the user's own says
+            finally:
+                self._disturbed = None
+        return False
 
     def compare(
         self,
@@ -212,11 +231,13 @@ class Trial:
                 smaller = 1.0 if even or not outcome.provisional else 0.5
                 if smaller != 1.0:
                     gradients.scale(smaller)
+                self._aside.disturbed = self._disturbed
                 outcome.parts = self._side(parts, -self._portion * smaller, outcome.whole)
                 outcome.gradient = self._norm() / (outcome.scale * smaller)
                 outcome.tolerance = self._tolerance(draws)
             outcome.loss = _apart(outcome.whole, outcome.parts)
         finally:
+            self._aside.disturbed = None
             start.restore()
         return outcome
 
@@ -232,6 +253,7 @@ class Trial:
             self._gradients.begin(self._learning, views=self.ranks.views)
             stack.enter_context(watch)
             stack.enter_context(draws)
+            stack.enter_context(self._aside)
             yield draws
         outcome.seen, outcome.batch_norms = draws.seen, [place for place, _ in watch.seen]
 
@@ -259,6 +281,7 @@ class Trial:
             self._gradients.include(external_parameters(outputs, self.model_info))
             if outputs:
                 torch.autograd.backward(outputs, [None if seed is None else seed * factor for seed in seeds])
+            self._outcome.kinks[-1] += self._aside.take()
         tally.flags.settle()
         return tally.sums()
 
@@ -272,7 +295,7 @@ class Trial:
     def _returned(self, micro_batch: Any) -> Any:
         """Call the loss function with a micro-batch of its own, which it may change."""
         copied = BatchTree(micro_batch).map(lambda leaf: _copied(leaf.value))
-        self._kinks.take([])  # of a call that has failed
+        self._kinks.take([]), self._aside.take()  # of a call that has failed
         with self.ranks.local(), offloaded(self.model_info.model, self.options.get("offload", False)), self._kinks:
             return self._watched(self.model_info.model, move(copied, self.model_info.device))
 

@@ -10,7 +10,7 @@ from wholebatch.batch.tree import BatchTree
 from wholebatch.batch.window import MicroBatch, Window
 from wholebatch.errors import InexactError, LossError, SplitError, WholeBatchError
 from wholebatch.first_window import reasons
-from wholebatch.first_window.kinks import bent_over_rows
+from wholebatch.first_window.bends import refuse_bent
 from wholebatch.first_window.sample import TriedRows, others_of
 from wholebatch.first_window.trial import Trial, TrialOutcome
 from wholebatch.first_window.watch import alone, handed_on
@@ -119,23 +119,10 @@ class Judge:
         """Say what adds up, and what that does not show of later windows.
 
         Raises:
-            InexactError: if the loss bends a value that has met all rows: it adds up as long as no part is beyond.
+            InexactError: if something is bent that has met all rows: it adds up as long as no part is beyond.
         """
-        bent, compared = bent_over_rows(outcome.kinks[0], outcome.kinks[1:])
-        if bent and not self._ready_made_alone(sample):
-            raise InexactError(
-                f"{bent} bends a value that is one of all rows of a micro-batch, such as their mean. These rows lie on "
-                "one side, so the parts add up now; as soon as some micro-batches lie on the other, their sum is "
-                "another than what the whole batch would give. A loss over all rows takes wb.coupled_backward, which "
-                "bends the value of the batch; to bend each row's own, do so before the mean: "
-                'wb.mean(values.clamp(min=...)); verify="never" goes on as a plain loop would.'
-            )
-        beyond = bent or compared
-        return _words(sample, outcome) + (
-            f"; {beyond} takes a value of all rows, and what comes of it on the other side is not shown"
-            if beyond
-            else ""
-        )
+        beyond = refuse_bent(self.trial, sample, outcome, alone=self._ready_made_alone(sample))
+        return _words(sample, outcome) + beyond
 
     def _try_beside(self, sample: TriedRows | None) -> None:
         """Try rows that lie side by side; what can't be shown of these few takes nothing from what has been shown.
@@ -298,9 +285,8 @@ class Judge:
             return ""
         return (
             f"The gradient of {_rows(sample)} is not half as large if it begins half as large (relatively "
-            f"{outcome.gradient:.2g} apart): a hook or a backward of its own clips it, rounds it, or adds to it. It "
-            "would be shown gradients over a provisional number of items, as the batch's is known at the end. State "
-            "that beforehand: items=lambda micro_batch: ..., what its loss is averaged over (its rows, its tokens)."
+            f"{outcome.gradient:.2g} apart): a hook or a backward of its own clips it, rounds it, or adds to it. "
+            f"{reasons.PROVISIONAL}"
         )
 
     def _gradient_only(self, sample: TriedRows, outcome: TrialOutcome) -> str:
