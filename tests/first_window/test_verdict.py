@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from oracle import assert_differs, assert_same_gradient, whole_batch
+from oracle import assert_differs, assert_same_gradient, gradients_of, whole_batch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import wholebatch as wb
 from wholebatch.errors import InexactError, WholeBatchError
@@ -349,7 +351,7 @@ def around_its_centre(model: Any, batch: Any) -> Tensor:
     return (said - (members @ (members.T @ said / members.sum(0)[:, None]))).square().sum(1)
 
 
-@pytest.mark.parametrize("size", [3, 5, 6])
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 6])
 def test_rows_of_a_class_that_lie_side_by_side_are_tried_side_by_side(size: int) -> None:
     model, batch = linear(), rows(16)
     batch["y"] = torch.arange(16) // 4
@@ -358,6 +360,20 @@ def test_rows_of_a_class_that_lie_side_by_side_are_tried_side_by_side(size: int)
     assert "two micro-batches" in wb.backward(linear(), around_its_centre, batch, 4).verified
     reference = whole_batch(model, lambda m, b: around_its_centre(m, b).mean(), batch)
     wb.backward(model, around_its_centre, batch, size, verify="never")
+    assert_differs(model, reference)
+
+
+@pytest.mark.parametrize("begin", [0, 1])
+def test_a_pair_that_lies_across_two_micro_batches_of_two_is_found(begin: int) -> None:
+    model, batch = linear(), rows(16)
+    batch["y"] = (torch.arange(16) + begin) // 2
+    if begin == 0:
+        assert "two micro-batches" in wb.backward(model, around_its_centre, batch, 2).verified
+        return
+    with pytest.raises(WholeBatchError, match="Rows meet"):
+        wb.backward(model, around_its_centre, batch, 2)
+    reference = whole_batch(model, lambda m, b: around_its_centre(m, b).mean(), batch)
+    wb.backward(model, around_its_centre, batch, 2, verify="never")
     assert_differs(model, reference)
 
 
@@ -638,3 +654,56 @@ def test_step_warns_once_of_parameters_without_gradient() -> None:
     with pytest.warns(UserWarning, match=r"2 parameters.*spare\.weight"):
         step(rows())
     assert step(rows()).without_gradient == ("spare.weight", "spare.bias")
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, keeps: bool, reentrant: bool, chance: float = 0.5) -> None:
+        super().__init__()
+        self.first = nn.Linear(5, 6).double()
+        self.block = nn.Sequential(nn.Linear(6, 6), nn.Dropout(chance), nn.Linear(6, 3)).double()
+        self.keeps, self.reentrant = keeps, reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.block, self.first(x), use_reentrant=self.reentrant, preserve_rng_state=self.keeps)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_checkpoint_that_draws_anew_gives_the_gradient_of_no_loss(reentrant: bool) -> None:
+    """Not even the whole batch's: its gradient is not the one of the dropout that its loss was made with."""
+    batch = rows()
+    with pytest.raises(InexactError, match=r"checkpoint runs again.*preserve_rng_state=False"):
+        wb.backward(Checkpointed(False, reentrant), losses, batch, 4)
+    found = wb.check(Checkpointed(False, reentrant), losses, batch, 4)
+    assert found.verdict == "not exact" and found.findings[0].rule == "checkpoint-draws-anew"
+    kept, anew = Checkpointed(True, reentrant), Checkpointed(False, reentrant)
+    anew.load_state_dict(kept.state_dict())
+    for model in (kept, anew):
+        torch.manual_seed(0)
+        losses(model, batch).mean().backward()
+    assert_differs(anew, gradients_of(kept))
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_checkpoint_that_draws_the_same_or_nothing_is_right(reentrant: bool) -> None:
+    for model in (Checkpointed(True, reentrant), Checkpointed(False, reentrant, chance=0.0).eval()):
+        assert wb.backward(model, losses, rows(), 4).verified.startswith("verified")
+        assert wb.check(model, losses, rows(), 4).verdict == "exact"
+
+
+def deviating(model: Any, batch: Any) -> Tensor:
+    """A log of the standard deviation, which torch warns of for one row alone."""
+    values = losses(model, batch)
+    values.detach().std()
+    return values
+
+
+@pytest.mark.parametrize("action", ["error", "always"])
+def test_what_only_a_trial_warns_of_is_not_heard(action: Any) -> None:
+    model = linear()
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter(action)
+        assert wb.backward(model, deviating, rows(8), 4).verified.startswith("verified on 4 rows")
+        assert not heard
+        warnings.simplefilter("always")
+        deviating(model, rows(1))
+    assert "degrees of freedom" in str(heard[0].message)

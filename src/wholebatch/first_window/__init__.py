@@ -23,6 +23,7 @@ from torch.nn.parameter import is_lazy
 
 from wholebatch.batch.window import MicroBatch
 from wholebatch.first_window.identity import identity_of, state_of
+from wholebatch.first_window.quiet import quietly
 from wholebatch.first_window.sample import samples_of
 from wholebatch.first_window.trial import Trial
 from wholebatch.first_window.verdict import USER_ERRORS, Judge, NotTried
@@ -63,7 +64,8 @@ def proven(trial: Trial, batch: Any, micro_batches: Sequence[MicroBatch], splits
     if when == "first" and key in known:
         return known[key]
     try:
-        known[key] = _shown(trial, batch, micro_batches)
+        with quietly():
+            known[key] = _shown(trial, batch, micro_batches)
     except NotTried as reason:
         known[key] = f"not verified: {reason}"
         logger.warning("%s is %s", type(trial.model_info.model).__name__, known[key])

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -46,6 +46,8 @@ class FixedDraws(OperatorMode):
 
     Attributes:
         seen: the names of the operators whose draws were replaced.
+        redrawn: the names of those that a checkpoint draws anew when it runs its forward again, where it should draw
+            the same.
         half: whether something was computed in fewer than 32 bits.
 
     Args:
@@ -61,7 +63,9 @@ class FixedDraws(OperatorMode):
     def __init__(self, alike: bool = False) -> None:
         super().__init__()
         self.seen: set[str] = set()
+        self.redrawn: set[str] = set()
         self.half = False
+        self._states: set[Any] = set()
         self._alike = alike
         self._plans: dict[Any, Callable[..., Any] | None] = {}
 
@@ -86,7 +90,7 @@ class FixedDraws(OperatorMode):
         if torch.Tag.nondeterministic_seeded in function.tags and own is not None:
 
             def drawn(args: Any, kwargs: Any) -> Any:
-                self.seen.add(name.strip("_"))
+                self._note(name.strip("_"), (*args, kwargs.get("device")))
                 return own(function, args, kwargs)
 
             return drawn
@@ -96,18 +100,36 @@ class FixedDraws(OperatorMode):
             return None
         return lambda args, kwargs: self._fixed(function, args, kwargs)
 
+    def _note(self, name: str, given: Sequence[Any]) -> None:
+        """Remember what is drawn and from which state, and move that on, as the draw would have.
+
+        What a checkpoint runs again in the backward has to draw from a state that some forward has drawn from.
+        """
+        self.seen.add(name)
+        devices = [each.device if isinstance(each, Tensor) else each for each in given]
+        device = next((each for each in devices if isinstance(each, torch.device)), torch.device("cpu"))
+        if device.type not in ("cpu", "cuda"):
+            return
+        state = torch.get_rng_state() if device.type == "cpu" else torch.cuda.get_rng_state(device)
+        key = str(device), hash(bytes(state.tolist()))
+        torch.rand((), device=device)
+        if torch._C._current_graph_task_id() == -1:
+            self._states.add(key)
+        elif torch.is_grad_enabled() and key not in self._states:  # what a hook draws is not run again
+            self.redrawn.add(name)
+
     def _without_dropout(self, schema: Any, args: Any) -> list[Any]:
         changed = list(args)
         for place, argument in enumerate(schema.arguments[: len(changed)]):
             if argument.name in DROPOUT_ARGUMENTS and isinstance(changed[place], float):
                 if changed[place]:
-                    self.seen.add(schema.name.rpartition("::")[2].strip("_"))
+                    self._note(schema.name.rpartition("::")[2].strip("_"), args)
                 changed[place] = 0.0
         return changed
 
     def _fixed(self, function: Any, args: Any, kwargs: Any) -> Any:
         """Run an operator of which no more is known than that it draws, and fill what it made."""
-        self.seen.add(function._schema.name.rpartition("::")[2].strip("_"))
+        self._note(function._schema.name.rpartition("::")[2].strip("_"), (*args, kwargs.get("device")))
         return self._fill(function(*args, **kwargs), lambda u: u)
 
     def _fill(self, result: Any, values: Values) -> Any:

@@ -85,6 +85,15 @@ DRAWN = (
 )
 """What may also be where rows meet and the model or the loss function draws."""
 
+REDRAWN = Reason(
+    "checkpoint-draws-anew",
+    "What a checkpoint runs again in the backward draws other random numbers than its forward did, so the gradient is "
+    "that of no loss at all, in the whole batch either.",
+    "Leave preserve_rng_state=False out: checkpoint(block, x, use_reentrant=False).",
+    "checkpoint(block, x, preserve_rng_state=False)",
+    "checkpoint(block, x, use_reentrant=False)",
+)
+
 PROVISIONAL = (
     "It would be shown gradients over a provisional number of items, as the batch's is known at the end. State that "
     "beforehand: items=lambda micro_batch: ..., what its loss is averaged over (its rows, its tokens)."

@@ -45,7 +45,7 @@ class TriedRows:
     layout: str
     through: Sequence[int] = ()
     further: tuple[TriedRows, ...] = ()
-    beside: TriedRows | None = None
+    beside: tuple[TriedRows, ...] = ()
 
     @property
     def sizes(self) -> str:
@@ -127,11 +127,16 @@ def _spread(micro_batches: Sequence[MicroBatch], names: Sequence[str], samples: 
     yield replace(spread, beside=_beside(first, rows))
 
 
-def _beside(first: MicroBatch, rows: Sequence[int]) -> TriedRows | None:
-    """Three rows in a row, the middle one apart from both others, or two; None where a micro-batch has one."""
+def _beside(first: MicroBatch, rows: Sequence[int]) -> tuple[TriedRows, ...]:
+    """Three rows in a row, the middle one apart from both others; where a micro-batch has fewer, both pairs of those.
+
+    Of two pairs that share a row, one at least lies within a group, wherever groups of two or more begin.
+    """
     start = max(len(rows) // 2 - 1, 0)
-    few = rows[start : start + min(first.rows, 3)]
-    return TriedRows(first.cut, few, (few[1:2], [*few[:1], *few[2:]]), "rows side by side") if len(few) > 1 else None
+    few = rows[start : start + 3]
+    if first.rows > 2:
+        return (TriedRows(first.cut, few, (few[1:2], [*few[:1], *few[2:]]), "rows side by side"),)
+    return tuple(TriedRows(first.cut, pair, (pair[:1], pair[1:]), "rows side by side") for pair in pairwise(few))
 
 
 def _joined(micro_batches: Sequence[MicroBatch]) -> Iterator[TriedRows]:

@@ -48,6 +48,7 @@ class TrialOutcome:
         scale: norm of the whole's gradient.
         tolerance: what rounding explains.
         seen: which operators drew random numbers.
+        redrawn: which of them a checkpoint drew anew in the backward.
         batch_norms: where BatchNorm was called that would have used the rows' statistics.
         elsewhere: whether draws were made that nobody holds still: NumPy's, or Python's own.
         moved: what the whole has moved besides gradients.
@@ -64,6 +65,7 @@ class TrialOutcome:
     scale: float = 0.0
     tolerance: float = 0.0
     seen: set[str] = field(default_factory=set)
+    redrawn: set[str] = field(default_factory=set)
     batch_norms: list[str] = field(default_factory=list)
     elsewhere: bool = False
     moved: list[Moved] = field(default_factory=list)
@@ -255,7 +257,11 @@ class Trial:
             stack.enter_context(draws)
             stack.enter_context(self._aside)
             yield draws
-        outcome.seen, outcome.batch_norms = draws.seen, [place for place, _ in watch.seen]
+        outcome.seen, outcome.redrawn, outcome.batch_norms = (
+            draws.seen,
+            draws.redrawn,
+            [place for place, _ in watch.seen],
+        )
 
     def _side(
         self, micro_batches: Sequence[Any] | Iterator[Any], factor: float, whole: LossTotals | None

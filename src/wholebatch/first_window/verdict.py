@@ -58,16 +58,18 @@ class Judge:
             NotTried: if nothing could be.
             InexactError: if parts do not add up to the whole.
         """
-        reason = ""
-        for sample in samples:
+        reason, beside = "", samples[0].beside
+        for sample in (*samples, *beside):
             try:
                 sample, outcome = self._tried(sample)
                 _refuse_steps(outcome)
+                _refuse_redrawn(outcome)
                 self._refuse_unserved_batch_norm(outcome)
                 reason = outcome.empty
                 if not reason:
                     said = self._verdict(sample, outcome)
-                    self._try_beside(samples[0].beside)
+                    for few in beside:
+                        self._try_beside(few)
                     return said
             except NotTried as error:
                 reason = str(error)
@@ -124,14 +126,14 @@ class Judge:
         beyond = refuse_bent(self.trial, sample, outcome, alone=self._ready_made_alone(sample))
         return _words(sample, outcome) + beyond
 
-    def _try_beside(self, sample: TriedRows | None) -> None:
+    def _try_beside(self, sample: TriedRows) -> None:
         """Try rows that lie side by side; what can't be shown of these few takes nothing from what has been shown.
 
         Raises:
             InexactError: if they do not add up.
         """
-        outcome = None if sample is None else self._safely(sample)
-        if sample is None or outcome is None or outcome.empty or not outcome.is_finite:
+        outcome = self._safely(sample)
+        if outcome is None or outcome.empty or not outcome.is_finite:
             return
         with suppress(NotTried):
             self._verdict(sample, outcome)
@@ -328,6 +330,18 @@ def _refuse_steps(outcome: TrialOutcome) -> None:
         raise InexactError(
             f"One forward and backward moves {len(moved)} parameters (first: {moved[0]!r}): something steps inside, as "
             f"optimizers in the backward pass do. {reasons.STEPS}"
+        )
+
+
+def _refuse_redrawn(outcome: TrialOutcome) -> None:
+    """Raise if a checkpoint draws other numbers when it runs again.
+
+    Raises:
+        InexactError: naming the operators.
+    """
+    if outcome.redrawn:
+        raise InexactError(
+            f'{", ".join(sorted(outcome.redrawn))}: {reasons.REDRAWN} verify="never" goes on as a plain loop would.'
         )
 
 

@@ -25,6 +25,7 @@ from torch.utils import _pytree as pytree
 from wholebatch.batch.window import MicroBatch
 from wholebatch.errors import InexactError
 from wholebatch.first_window.draws import NormWatch, uncompiled
+from wholebatch.first_window.quiet import quietly
 from wholebatch.loss.terms import ParsedLoss
 from wholebatch.model.inspection import ModelInfo
 from wholebatch.model.memory import is_out_of_memory, release
@@ -155,9 +156,7 @@ class Watch(Unwatched):
             return
         passed = {"generator"} if self._chosen is None else {"generator", "buffer"}
         moved = [each for each in self._start.moved() if each.kind not in passed]
-        if moved and matters(
-            self._start, Snapshot(self._model_info, self._loss_fn, keep=KEPT), lambda: say(micro_batches[-1])
-        ):
+        if moved and self._matters(lambda: say(micro_batches[-1])):
             carried = handed_on(moved, micro_batches)
             if carried:
                 self.said = f"not verified: each micro-batch hands {', '.join(carried[:LISTED])} on to the next one"
@@ -172,6 +171,12 @@ class Watch(Unwatched):
                 "micro-batches are meant to follow one another, as chunks of time that carry a state, pass "
                 'verify="never".'
             )
+
+    def _matters(self, say: Callable[[], ParsedLoss | None]) -> bool:
+        if self._start is None:
+            return False
+        with quietly():
+            return matters(self._start, Snapshot(self._model_info, self._loss_fn, keep=KEPT), say)
 
     def _put_back(self) -> list[Moved]:
         return [] if self._start is None else self._start.restore()

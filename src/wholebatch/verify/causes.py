@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from wholebatch.first_window.reasons import HOOKS, ITEMS, MEETING, PADDING, STATE, STEPS, Reason
+from wholebatch.first_window.reasons import HOOKS, ITEMS, MEETING, PADDING, REDRAWN, STATE, STEPS, Reason
 from wholebatch.model.comparison import Comparison
 from wholebatch.model.inspection import uses_batch_statistics
 from wholebatch.verify.finding import Change, Finding
@@ -160,6 +160,18 @@ def lost_in_checkpoint(names: Sequence[str]) -> Finding:
         1.0,
         None,
         Change("checkpoint(block, x, use_reentrant=True)", "checkpoint(block, x, use_reentrant=False)"),
+    )
+
+
+def redrawn(operators: Sequence[str]) -> Finding:
+    """A checkpoint that draws anew when it runs its forward again."""
+    return Finding(
+        REDRAWN.rule,
+        f"{', '.join(operators)}: {REDRAWN.why.rstrip('.')}",
+        "seen in the plain reading of the whole batch",
+        1.0,
+        None,
+        Change(REDRAWN.out, REDRAWN.into),
     )
 
 

@@ -102,6 +102,8 @@ class CheckRun:
             self.yardstick = Yardstick(self.rounding, rounded, self.truth, own, self.whole)
             self.ask_twice()
         self.say_draws(sorted(steady.seen))
+        if steady.redrawn:
+            self.findings.append(causes.redrawn(sorted(steady.redrawn)))
         ran = self.ours()
         if ran is not None:
             with FixedDraws():
