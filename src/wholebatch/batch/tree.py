@@ -27,6 +27,7 @@ from torch import nn
 from wholebatch.batch.ambiguity import Doubt, doubt_about, refuse_uncertain, refuse_uncountable
 from wholebatch.batch.containers import attributes_of, fields_of, is_named_tuple, remade
 from wholebatch.batch.leaf_kinds import SCALARS, Array, Index, LeafKind, Nested, Packed, has_entries, kind_of, of_type
+from wholebatch.batch.places import said_of_places
 from wholebatch.errors import SplitError
 
 Build: TypeAlias = "Callable[[Iterator[Any], bool], Any]"
@@ -404,4 +405,8 @@ def _way_out(leaves: Sequence[Leaf], counts: Mapping[int, int]) -> str:
     others = tuple(leaf.path for leaf in leaves if leaf.rows != usual)
     per_row = any(part.isdigit() for path in others for part in path.split(".")[1:])
     hint = " Where a list holds tensors, one entry a row, give the samples themselves and collate=." if per_row else ""
+    for rows in counts:
+        places = said_of_places(leaves, rows)
+        if places:
+            return places
     return f"Give every tensor the same first dimension, or name those that go whole: whole={others}.{hint}"

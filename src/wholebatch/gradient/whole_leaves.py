@@ -1,7 +1,7 @@
-"""A note beside a user's own error: a leaf without rows was cut, since it has as many entries as the batch has rows.
+"""A note beside a user's own error: a leaf without rows was cut, or one that refers to rows by their place.
 
 Class weights of ten classes in a batch of ten rows, an adjacency matrix, offsets: torch then complains of a size that
-nobody wrote. The note is given only where the micro-batch runs as soon as that leaf goes whole.
+nobody wrote. That a leaf should go whole is said only where the micro-batch runs as soon as it does.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from wholebatch.batch.places import said_of_places
 from wholebatch.batch.tree import BatchTree, Leaf, move
 from wholebatch.batch.window import MicroBatch, Window
 from wholebatch.errors import WholeBatchError
@@ -46,14 +47,16 @@ def _note(setup: Setup, loss_fn: LossFunction, batch: Any, micro_batches: Sequen
     named = setup.options.get("whole", ())
     whole = (named,) if isinstance(named, str) else tuple(named)
     leaves = [leaf for leaf in BatchTree(batch, whole).leaves if leaf.rows is not None and leaf.is_array]
-    if len(leaves) < 2 or setup.options.get("verify") == "never":  # nothing else is run than was asked for
+    if not leaves or setup.options.get("verify") == "never":  # nothing else is run than was asked for
         return ""
     for index in (micro_batches[0].index, micro_batches[-1].index):
         if _runs(setup, loss_fn, batch, whole, index):
             continue
-        for leaf in leaves[:MOST]:
+        for leaf in leaves[:MOST] if len(leaves) > 1 else ():  # something has to be cut
             if leaf.path and _runs(setup, loss_fn, batch, (*whole, leaf.path), index):
                 return _words(leaf, len(index))
+        places = said_of_places(BatchTree(batch).leaves, leaves[0].rows or 0)
+        return f"wholebatch: {places}" if places else ""
     return ""
 
 

@@ -92,16 +92,16 @@ def through_rows(size: Comparison) -> Finding:
     )
 
 
-def fails_in_micro_batches(error: Exception, rows: Sequence[int]) -> Finding:
-    """The whole batch runs, and a micro-batch of it does not."""
+def fails_in_micro_batches(error: Exception, rows: Sequence[int], places: str) -> Finding:
+    """The whole batch runs, and a micro-batch of it does not; perhaps for a leaf that refers to rows by their place."""
     return Finding(
         "fails-in-pieces",
         f"the whole batch runs, a micro-batch (of {list(rows[:8])} rows) does not",
-        f"{type(error).__name__}: {' '.join(str(error).split()):.200}",
+        f"{type(error).__name__}: {' '.join(str(error).split()):.200}" + (f". {places}" if places else ""),
         1.0,
         None,
         Change("wb.backward(model, loss_fn, batch, micro_batch_size=...)", "wb.backward(model, loss_fn, batch)"),
-        "The loss function asks for rows that lie in another micro-batch, or for more of them.",
+        places or "The loss function asks for rows that lie in another micro-batch, or for more of them.",
     )
 
 

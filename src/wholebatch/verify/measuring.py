@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from wholebatch.batch.places import said_of_places
 from wholebatch.batch.sizes import Auto, Size, Tokens
 from wholebatch.batch.tree import BatchTree
 from wholebatch.batch.window import MicroBatch, Window, micro_batches_of
@@ -140,7 +141,8 @@ class CheckRun:
         except FOREIGN as error:
             if isinstance(error, WholeBatchError):
                 raise
-            self.findings.append(causes.fails_in_micro_batches(error, [len(index) for index in self.rows]))
+            sizes = [len(index) for index in self.rows]
+            self.findings.append(causes.fails_in_micro_batches(error, sizes, self.places(sum(sizes))))
             return None
         moved = [each.name for each in ran.moved if each.kind == "parameter"]
         if ran.watched.cleared:
@@ -156,6 +158,12 @@ class CheckRun:
                 f"The loss function takes things out of the caller's batch, or adds some: {ran.taken[0]}."
             )
         return ran
+
+    def places(self, rows: int) -> str:
+        """Name a leaf that refers to rows by their place; "" where the batch is made of micro-batches or samples."""
+        if isinstance(self.batch, Window) or self.collate is not None:
+            return ""
+        return said_of_places(BatchTree(self.batch).leaves, rows)
 
     def compare(self, ran: Ran) -> None:
         """Hold gradient, items, loss and buffers of both sides against each other."""
