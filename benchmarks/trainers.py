@@ -33,6 +33,7 @@ from wholebatch.integrations.transformers import exact
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from tests.distributed import Ranks
+from tests.integrations import test_trainer_coupled as met
 from tests.integrations import test_transformers as alone
 from tests.oracle import relative_error
 
@@ -234,13 +235,24 @@ SETUPS: dict[str, tuple[str, Setup | Callable[[], tuple[float, float]]]] = {
         sentences("CosineSimilarityLoss", "scored"),
     ),
     "negatives": (
-        "negatives of the batch (sentence-transformers)",
+        "negatives of the batch (sentence-transformers), `coupled=True`",
         sentences("MultipleNegativesRankingLoss", "paired"),
+    ),
+    "sorted": ("sorted rows (sentence-transformers' CoSENT), `coupled=True`", sentences("CoSENTLoss", "scored")),
+    "clip": (
+        "images and captions (CLIP), `coupled=True`",
+        trainer(met.clip, functools.partial(met.pictures, 32), met.captioned),
+    ),
+    "detr": ("boxes (DETR), `coupled=True`", trainer(met.detr, functools.partial(met.pictures, 64), met.boxed)),
+    "kto": (
+        "desired and undesired answers (TRL's KTO), `coupled=True`",
+        preference("KTO", "drifted", "completions", ref_model="language_model"),
     ),
     "even": ("causal language, two ranks, `even_batches` repeats rows", repeated),
     "fsdp2": ("classification, FSDP2 on two ranks (update of SGD, rate 8)", sharded),
 }
 ON_RANKS = (repeated, sharded)
+COUPLED = ("negatives", "sorted", "clip", "detr", "kto")
 
 
 def error(steps: Steps, expected: Steps) -> float:
@@ -257,7 +269,7 @@ def apart(ours: Mapping[str, Tensor | None], whole: Mapping[str, Tensor | None])
     return float((squares / sum(float(gradient.square().sum()) for gradient in known.values())) ** 0.5)
 
 
-def measure(setup: Any) -> tuple[float, float | None, str | None]:
+def measure(setup: Any, coupled: bool) -> tuple[float, float | None, str | None]:
     """Return the Trainer's error and that of `exact`, or the first sentence of its refusal."""
     if setup in ON_RANKS:
         return (*setup(), None)
@@ -269,7 +281,7 @@ def measure(setup: Any) -> tuple[float, float | None, str | None]:
         expected = run(lambda kind: kind, whole=True)
         stock = error(run(lambda kind: kind), expected)
         try:
-            return stock, error(run(exact), expected), None
+            return stock, error(run(functools.partial(exact, coupled=coupled)), expected), None
         except WholeBatchError as refusal:
             return stock, None, str(refusal).split(". ")[0] + "."
 
@@ -294,7 +306,7 @@ def main() -> None:
     for name in (name for name in SETUPS if name in options.only):
         what, setup = SETUPS[name]
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-            stock, ours, refused = measure(setup)
+            stock, ours, refused = measure(setup, name in COUPLED)
         row = {"name": name, "setup": what, "stock": significant(stock), "refused": refused}
         rows.append({**row, "exact": None if ours is None else significant(ours)})
         print(rows[-1], flush=True)

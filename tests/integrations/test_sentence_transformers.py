@@ -1,4 +1,4 @@
-"""sentence-transformers' trainer: losses of rows are exact, losses in which rows meet are refused."""
+"""sentence-transformers' trainer: losses of rows are exact; those in which rows meet are refused, or taken of all."""
 
 from __future__ import annotations
 
@@ -78,14 +78,31 @@ def test_a_loss_of_rows_is_that_of_the_whole_window(options: Any, tmp_path: Path
     assert_same_gradient(ours, expected)
 
 
-@pytest.mark.parametrize(
-    ("loss", "rows"),
-    [(losses.MultipleNegativesRankingLoss, paired), (losses.CoSENTLoss, scored)],
-    ids=["negatives-of-the-batch", "sorted-rows"],
-)
+MEETING = [
+    pytest.param(losses.MultipleNegativesRankingLoss, paired, id="negatives-of-the-batch"),
+    pytest.param(losses.CoSENTLoss, scored, id="sorted-rows"),
+]
+
+
+@pytest.mark.parametrize(("loss", "rows"), MEETING)
 @pytest.mark.parametrize(
     "options", [{}, {"items": lambda batch: len(next(v for v in batch.values() if isinstance(v, torch.Tensor)))}]
 )
 def test_a_loss_in_which_rows_meet_is_refused(options: Any, loss: Any, rows: Rows, tmp_path: Path) -> None:
-    with pytest.raises(wb.LossError, match="coupled_backward"):
+    with pytest.raises(wb.LossError, match="coupled=True"):
         gradient(exact(InOrder, **options), loss, rows(), tmp_path, 2, 4)
+
+
+@pytest.mark.parametrize(("loss", "rows"), MEETING)
+def test_a_loss_in_which_rows_meet_is_taken_of_all_rows(loss: Any, rows: Rows, tmp_path: Path) -> None:
+    expected = gradient(InOrder, loss, rows(), tmp_path, 7, 1)
+    assert_differs(gradient(InOrder, loss, rows(), tmp_path, 2, 4), expected, by=0.3)
+    assert_same_gradient(gradient(exact(InOrder, coupled=True), loss, rows(), tmp_path, 2, 4), expected)
+
+
+def test_a_loss_that_keeps_gradients_itself_is_refused(tmp_path: Path) -> None:
+    def cached(model: Any) -> Any:
+        return losses.CachedMultipleNegativesRankingLoss(model, mini_batch_size=2)
+
+    with pytest.raises(wb.LossError, match="use its plain form"):
+        gradient(exact(InOrder, coupled=True), cached, paired(), tmp_path, 2, 4)

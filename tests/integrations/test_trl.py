@@ -143,6 +143,48 @@ def test_a_preference_loss_with_two_denominators_is_refused(loss: dict[str, Any]
         )
 
 
+def completions() -> Any:
+    columns = {"prompt": texts(7, 3), "completion": texts(7, 1), "label": [bool(i % 3) for i in range(7)]}
+    return datasets.Dataset.from_dict(columns)
+
+
+def balanced() -> Any:
+    return plain.tiny("MixtralForCausalLM", router_aux_loss_coef=0.1)
+
+
+OF_ALL_ROWS = [
+    pytest.param(
+        "DPO",
+        language_model,
+        prompted,
+        {"ref_model": drifted, "loss_type": lambda: ["sigmoid", "sft"], "loss_weights": lambda: [1.0, 1.0]},
+        id="dpo-sigmoid-and-sft",
+    ),
+    pytest.param("KTO", drifted, completions, {"ref_model": language_model}, id="kto-baseline"),
+    pytest.param(
+        "SFT",
+        balanced,
+        lambda: datasets.Dataset.from_dict({"text": texts(7, 3)}),
+        {},
+        id="sft-balanced-experts",
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "model", "rows", "more"), OF_ALL_ROWS)
+def test_a_loss_that_no_count_explains_is_taken_of_all_rows(
+    name: str, model: Any, rows: Any, more: dict[str, Any], tmp_path: Path
+) -> None:
+    def run(kind: Any, size: int, k: int) -> Gradients:
+        made = {name: make() for name, make in more.items()}
+        return train(kind, getattr(trl, f"{name}Config"), model(), rows(), tmp_path, size, k, **made).kept[0]
+
+    trainer = getattr(trl, f"{name}Trainer")
+    expected = run(trainer, 7, 1)
+    assert_differs(run(trainer, 2, 4), expected, by=0.01)
+    assert_same_gradient(run(exact(trainer, coupled=True), 2, 4), expected)
+
+
 def test_a_baseline_of_the_micro_batchs_own_rows_is_refused_by_name(tmp_path: Path) -> None:
     columns = {"prompt": texts(8, 3), "completion": texts(8, 1), "label": [bool(i % 3) for i in range(8)]}
     given = (trl.KTOConfig, language_model(), datasets.Dataset.from_dict(columns), tmp_path, 2, 4)

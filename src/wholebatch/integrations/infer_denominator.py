@@ -30,8 +30,9 @@ FAR = 2.0**40  # a count so large that a loss divided by it vanishes beside anyt
 HOW_TO_STATE = (
     "State what the loss averages over: return wb.mean(values, weights), wb.from_mean(loss, items=n) or a sum of such "
     "terms from compute_loss, or give exact(Trainer, items=...) the function that counts a micro-batch's items. If its "
-    "rows meet each other (negatives of the batch, statistics of the batch, sorted rows), no count can mend it: give "
-    "the trainer whole batches (gradient_accumulation_steps=1), or train with wb.coupled_backward."
+    "rows meet each other (negatives of the batch, statistics of the batch, sorted rows) or it has several means, no "
+    "count can mend it: exact(Trainer, coupled=True) takes the loss of all rows of a window at once, as "
+    "wb.coupled_backward does."
 )
 
 
@@ -134,10 +135,10 @@ class Compared(NamedTuple):
         whole, first, second = self.said
         scale = max(abs(said.value) for said in self.said)
         if summed:
-            return _distance(whole, first + second, scale)
+            return apart(whole, first + second, scale)
         if not counts[0] or abs(counts[0] - counts[1] - counts[2]) > 1e-6 * counts[0]:
             return float("inf")
-        return _distance(whole, first * (counts[1] / counts[0]) + second * (counts[2] / counts[0]), scale)
+        return apart(whole, first * (counts[1] / counts[0]) + second * (counts[2] / counts[0]), scale)
 
 
 def undivided(near: Said, far: Said) -> float:
@@ -164,6 +165,6 @@ def by_division(divisors: Sequence[float], compared: Compared, order: Sequence[C
     return [count for count in order if fits(count)]
 
 
-def _distance(whole: Said, parts: Said, scale: float) -> float:
+def apart(whole: Said, parts: Said, scale: float) -> float:
     """The larger of two relative distances: of the values and of the gradients."""
     return max(abs(whole.value - parts.value) / max(scale, 1e-30), distance([parts.gradient], [whole.gradient]))

@@ -15,6 +15,7 @@ from wholebatch.errors import SplitError
 from wholebatch.integrations.infer_denominator import IGNORED, LABELS, Inputs, targets_of
 
 Cut: TypeAlias = "tuple[Inputs, Inputs, Inputs]"
+Widths: TypeAlias = "dict[str, list[int]]"
 
 FEWEST = 3  # rows of a probe: with two, one against one, means over rows and means of means are the same
 
@@ -71,9 +72,9 @@ def in_pairs(batches: Sequence[Inputs], ignored: int | None) -> Cut | None:
     if labelled or sum(halves) < 2 or any(half % 1 for half in halves):
         return None
     try:
-        filled = _filled(batches, ignored)
-        first = join([take(each, slice(0, int(half))) for each, half in zip(filled, halves, strict=True)])
-        second = join([take(each, slice(int(half), None)) for each, half in zip(filled, halves, strict=True)])
+        even = filled(batches, ignored)
+        first = join([take(each, slice(0, int(half))) for each, half in zip(even, halves, strict=True)])
+        second = join([take(each, slice(int(half), None)) for each, half in zip(even, halves, strict=True)])
         chosen = [min(pair, int(sum(halves)) - 1) for pair in range(max(FEWEST, _limit(batches) // 2))]
         cuts = (chosen, chosen[:1], chosen[1:])
         whole, one, rest = (join([take(first, cut), take(second, cut)]) for cut in cuts)
@@ -91,11 +92,11 @@ def widened(batches: Sequence[Inputs], ignored: int | None) -> tuple[Inputs, Inp
     if not any(name.endswith("mask") for name in batches[0]):
         return None
     try:
-        filled = _filled(batches, ignored)
+        even = filled(batches, ignored)
     except SplitError:
         return None
     narrow = min(range(len(batches)), key=lambda place: _width(batches[place]))
-    return batches[narrow], filled[narrow]
+    return batches[narrow], even[narrow]
 
 
 def differ(rows: Sequence[Inputs]) -> bool:
@@ -115,8 +116,8 @@ def _together(batches: Sequence[Inputs], ignored: int | None) -> Inputs:
     """Put micro-batches together, filled up to one shape; the largest alone where they do not fit."""
     largest = max(batches, key=lambda each: len(targets_of(each)))
     try:
-        filled = _filled(batches, ignored)
-        rows = join(filled) if len(batches) > 1 else largest
+        even = filled(batches, ignored)
+        rows = join(even) if len(batches) > 1 else largest
         take(rows, [0])
     except SplitError:
         take(largest, [0])
@@ -124,23 +125,37 @@ def _together(batches: Sequence[Inputs], ignored: int | None) -> Inputs:
     return dict(rows)
 
 
-def _filled(batches: Sequence[Inputs], ignored: int | None) -> list[Inputs]:
-    """Fill tensors up to the widest of their name: labels with what is ignored, everything else with zeros."""
-    filled: list[dict[str, Any]] = [dict(each) for each in batches]
-    for name, value in batches[0].items():
-        column = [each.get(name) for each in batches]
-        if not isinstance(value, Tensor) or value.dim() < 2 or not all(isinstance(v, Tensor) for v in column):
-            continue
-        widest = [max(sizes) for sizes in zip(*(v.shape[1:] for v in column if isinstance(v, Tensor)), strict=True)]
-        if all(list(v.shape[1:]) == widest for v in column if isinstance(v, Tensor)):
+def widths(batches: Sequence[Inputs]) -> Widths:
+    """Return how wide tensors of each name are at most, where all micro-batches have one of as many dimensions."""
+    columns = {name: [each.get(name) for each in batches] for name in batches[0]}
+    sizes = {
+        name: [value.shape[1:] for value in column if isinstance(value, Tensor) and value.dim() > 1]
+        for name, column in columns.items()
+    }
+    return {
+        name: [max(each) for each in zip(*found, strict=True)]
+        for name, found in sizes.items()
+        if len(found) == len(batches) and len(set(map(len, found))) == 1
+    }
+
+
+def filled(batches: Sequence[Inputs], ignored: int | None, widest: Widths | None = None) -> list[Inputs]:
+    """Fill tensors up to the widest of their name: labels with what is ignored, everything else with zeros.
+
+    Raises:
+        SplitError: for labels of several widths where nothing is known to be ignored.
+    """
+    wide: list[dict[str, Any]] = [dict(each) for each in batches]
+    for name, sizes in (widths(batches) if widest is None else widest).items():
+        if all(list(each[name].shape[1:]) == sizes for each in wide):
             continue
         if "label" in name and ignored is None:
             raise SplitError(f"{name!r} has several widths, and nothing is known that fills it up.")
         fill = ignored if "label" in name and ignored is not None else 0
-        for each in filled:
-            short = [size - have for size, have in zip(widest, each[name].shape[1:], strict=True)]
+        for each in wide:
+            short = [size - have for size, have in zip(sizes, each[name].shape[1:], strict=True)]
             each[name] = F.pad(each[name], [n for size in reversed(short) for n in (0, size)], value=fill)
-    return list(filled)
+    return list(wide)
 
 
 def _by_targets(rows: Inputs, ignored: int | None) -> list[int]:

@@ -97,9 +97,8 @@ class Recognition:
         self._items, self._own = question.items, question.own
         self._declared, self._sharded = question.declared, question.sharded
         model = question.model
-        self._parameters = [] if self._sharded else _few(model)
-        fine = all(p.dtype in (torch.float32, torch.float64) for p in model.parameters()) and not question.half
-        self._tolerance, self._near = (2e-5, 2e-4) if fine else (1e-2, 3e-2)
+        self._parameters = [] if self._sharded else few(model)
+        self._tolerance, self._near = tolerances(model, question.half)
 
     def reading(self, batches: Sequence[Inputs]) -> Reading:
         """Say what the loss is the mean of.
@@ -241,15 +240,26 @@ class Recognition:
     def _said(self, inputs: Inputs, told: float | None) -> Said:
         with torch.set_grad_enabled(bool(self._parameters)):
             loss: Tensor = self._question.ask(self._question.model, inputs, told)[0]
-        if not self._parameters or not loss.requires_grad:
-            return Said(float(loss.detach()), torch.zeros(1))
-        grads: Sequence[Tensor | None] = torch.autograd.grad(loss, self._parameters, allow_unused=True)
-        pairs = zip(self._parameters, grads, strict=True)
-        flat = [(torch.zeros_like(p) if g is None else g).detach().float().flatten().cpu() for p, g in pairs]
-        return Said(float(loss.detach()), torch.cat(flat))
+        return said_by(loss, self._parameters)
 
 
-def _few(model: nn.Module) -> list[Tensor]:
+def said_by(loss: Tensor, parameters: Sequence[Tensor]) -> Said:
+    """Return a loss's value and its gradient by parameters."""
+    if not parameters or not loss.requires_grad:
+        return Said(float(loss.detach()), torch.zeros(1))
+    grads: Sequence[Tensor | None] = torch.autograd.grad(loss, parameters, allow_unused=True)
+    pairs = zip(parameters, grads, strict=True)
+    flat = [(torch.zeros_like(p) if g is None else g).detach().float().flatten().cpu() for p, g in pairs]
+    return Said(float(loss.detach()), torch.cat(flat))
+
+
+def tolerances(model: nn.Module, half: bool) -> tuple[float, float]:
+    """Return how far two numbers may lie apart by rounding: of one computation, and of a whole and its parts."""
+    fine = all(p.dtype in (torch.float32, torch.float64) for p in model.parameters()) and not half
+    return (2e-5, 2e-4) if fine else (1e-2, 3e-2)
+
+
+def few(model: nn.Module) -> list[Tensor]:
     """Return parameters to compare gradients by: the smallest first, until there are enough elements."""
     learning = sorted((p for p in model.parameters() if p.requires_grad), key=lambda p: p.numel())
     chosen: list[Tensor] = []

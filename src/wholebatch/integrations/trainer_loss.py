@@ -112,7 +112,7 @@ class Meaning:
         """
         reading = self.reading or Reading()
         if not is_number(loss):
-            return _value(loss) if alone else self._share_of_terms(loss, here, window)
+            return value_of(loss) if alone else self._share_of_terms(loss, here, window)
         summed = self._items is None and reading.counters[:1] == (Count("one"),)
         weight = here / max(window, 1e-30) if not (alone or summed or reading.divides or reading.shared) else 1.0
         return torch.where(torch.tensor(bool(here), device=loss.device), loss, 0.0) * weight
@@ -176,7 +176,7 @@ class Meaning:
         if router is None:
             return None
         items, loads = 0.0, []
-        with self._without_trace(model), torch.no_grad():
+        with self.without_trace(model), torch.no_grad():
             for micro_batch in micro_batches:
                 inputs = self._trainer._prepare_inputs(micro_batch.load())
                 outputs = self.ask(model, inputs, None)[1]
@@ -228,7 +228,7 @@ class Meaning:
 
     def _measured_or_refused(self, model: nn.Module, batches: Sequence[Any]) -> Reading | LossError | None:
         try:
-            with self._without_trace(model):
+            with self.without_trace(model):
                 return self._measured(model, batches)
         except LossError as refusal:
             return refusal
@@ -259,7 +259,7 @@ class Meaning:
         return Recognition(question, self._order(useful[0], seen.ignored), seen.ignored, outputs).reading(known)
 
     @contextlib.contextmanager
-    def _without_trace(self, model: nn.Module) -> Iterator[None]:
+    def without_trace(self, model: nn.Module) -> Iterator[None]:
         """Ask in eval mode, with draws that are the same for every row, and put everything back."""
         before = State(model)
         modules = list(model.modules())
@@ -276,7 +276,7 @@ class Meaning:
             before.restore()
 
 
-def _value(loss: Any) -> Tensor:
+def value_of(loss: Any) -> Tensor:
     """Return the loss of a whole batch in one micro-batch."""
     answer = read(loss, rows=1)
     means = (

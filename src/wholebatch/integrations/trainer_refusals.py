@@ -14,9 +14,12 @@ from wholebatch.integrations.foreign_loop import world
 from wholebatch.integrations.trainer_shares import Outside
 
 COUPLED: dict[str, Callable[[Any], bool]] = {
-    "KTO's KL baseline, which each micro-batch estimates from its own rows (loss_type='apo_zero_unpaired' has none)": (
+    "KTO's KL baseline, which each micro-batch estimates from its own rows (loss_type='apo_zero_unpaired' has none; "
+    "exact(KTOTrainer, coupled=True) takes it of all rows)": (
         lambda trainer: (
-            bool(getattr(trainer, "calculate_KL", False)) and trainer.args.gradient_accumulation_steps * world() > 1
+            bool(getattr(trainer, "calculate_KL", False))
+            and trainer.args.gradient_accumulation_steps * world() > 1
+            and not trainer._coupled
         )
     ),
 }

@@ -25,6 +25,7 @@ from wholebatch.errors import InexactError, WholeBatchError
 from wholebatch.integrations.foreign_loop import everywhere, world
 from wholebatch.integrations.infer_denominator import Counter
 from wholebatch.integrations.streams import draw, refuse_repeats
+from wholebatch.integrations.trainer_coupled import Coupling
 from wholebatch.integrations.trainer_loss import Meaning
 from wholebatch.integrations.trainer_refusals import owner_of, refuse, shifts
 from wholebatch.integrations.trainer_shares import DIVIDING, Outside, Shares, Waiting
@@ -37,7 +38,9 @@ DEFERRING = ("accumulate_in", "offload")
 """Options that a micro-batch by itself cannot serve."""
 
 
-def exact(trainer: type[T], micro_batch_size: Size = None, **options: Unpack[Options]) -> type[T]:
+def exact(
+    trainer: type[T], micro_batch_size: Size = None, *, coupled: bool = False, **options: Unpack[Options]
+) -> type[T]:
     """Return a subclass of a Trainer whose step is the whole window's, whatever `gradient_accumulation_steps`.
 
     Everything else stays: arguments, callbacks, checkpoints, resuming. The loss may
@@ -53,6 +56,10 @@ def exact(trainer: type[T], micro_batch_size: Size = None, **options: Unpack[Opt
         micro_batch_size: cuts the window again: rows (an int), `wb.Tokens(...)` or `wb.Auto(...)`. The collator is
             then applied to each micro-batch, except where `loss_is_scaled_for_ga` is True. None keeps the Trainer's
             own.
+        coupled: takes the loss of all rows of the window at once, over all ranks, for losses in which rows meet
+            (negatives of the batch, CLIP, sorted rows) and those of several means: `compute_loss` then sees what the
+            model says of every row. Micro-batches are run twice, as by `wb.coupled_backward`, and what the model
+            returns for the window is held.
         **options: as of `wb.backward`; `items=` counts what a bare number averages over in a micro-batch.
 
     Raises:
@@ -64,7 +71,11 @@ def exact(trainer: type[T], micro_batch_size: Size = None, **options: Unpack[Opt
         'ExactSeq2SeqTrainer'
     """
     items = checked(options).pop("items", None)
+    if coupled and (items is not None or isinstance(micro_batch_size, wb.Auto)):
+        told = "items=" if items is not None else f"micro_batch_size={micro_batch_size!r}"
+        raise TypeError(f"{told} has no meaning under coupled=True, which takes the loss of all rows. Leave it out.")
     settings = {"_size": micro_batch_size, "_items": items and staticmethod(items), "_options": options}
+    settings["_coupled"] = coupled
     own = () if trainer is transformers.Trainer else (trainer,)
     return cast("type[T]", type(f"Exact{trainer.__name__}", (Outside, *own, Inside), settings))
 
@@ -75,6 +86,7 @@ class Inside(transformers.Trainer):
     _size: Size = None
     _items: Counter | None = None
     _options: ClassVar[Options] = {}
+    _coupled: bool = False
     _shares: Shares | None = None
     _waiting: Waiting | None = None
     _last: Any = None
@@ -86,6 +98,7 @@ class Inside(transformers.Trainer):
         own = compute_loss is transformers.Trainer and self.compute_loss_func is None
         believes = dict(self._options).get("verify") == "never"
         self._meaning = Meaning(self, self._items, own, lambda: shifts(self), believes)
+        self._coupling = Coupling(self, self._meaning)
         self._first = FirstWindow(
             self._options,
             'Choose exact(Trainer, batch_norm="exact") (statistics of the whole batch) or "micro" (as usual)',
@@ -117,14 +130,15 @@ class Inside(transformers.Trainer):
             drawn: tuple[list[Any], Any] = super().get_batch_samples(epoch_iterator, num_batches, device)
             return drawn
         batches = draw(epoch_iterator, num_batches, self.accelerator)
-        if not self._cuts_samples:
+        counted = not self._cuts_samples and not self._coupled
+        if counted:
             self._learn(batches)
-        items = None if self._cuts_samples else self._meaning.count(batches)
+        items = self._meaning.count(batches) if counted else None
         ranks = everywhere((len(batches), items and float(items)))
-        most, counted = max(n for n, _ in ranks), [count for n, count in ranks if n]
+        most, heard = max(n for n, _ in ranks), [count for n, count in ranks if n]
         if not most:
             return [], None
-        whole = None if None in counted or not counted else torch.tensor(float(sum(counted)), device=device)
+        whole = None if None in heard or not heard else torch.tensor(float(sum(heard)), device=device)
         self._shares = self._waiting = None
         if self._defers:
             self._waiting = Waiting(batches, num_batches, whole)
@@ -177,6 +191,7 @@ class Inside(transformers.Trainer):
         reading = self._meaning.reading
         stated = reading is not None and reading.stated and self._items is None
         reasons = {
+            "coupled=True": self._coupled,
             f"micro_batch_size={self._size!r}": self._size is not None,
             f"batch_norm={self._options.get('batch_norm')!r}": self._options.get("batch_norm") not in (None, "micro"),
             "accumulate_in= or offload=": any(self._options.get(name) for name in DEFERRING),
@@ -262,6 +277,10 @@ class Inside(transformers.Trainer):
             batch, self._size, whole=options.get("whole", ()), collate=options.get("collate")
         )
         alone = self.accelerator.unwrap_model(model, keep_torch_compile=False)
+        if self._coupled:
+            loaded = [micro_batch.load() for micro_batch in micro_batches]
+            options.pop("collate", None)
+            return self._coupling.run(model, alone, loaded, options).loss.to(device=self.args.device)
         if self._cuts_samples:
             collated = [micro_batch.load() for micro_batch in micro_batches]
             if any(everywhere(self._meaning.new(collated))):
