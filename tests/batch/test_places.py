@@ -142,3 +142,15 @@ def test_a_check_names_it_too(name: str) -> None:
 def test_labels_of_rows_that_fit_are_no_places() -> None:
     batch = {"x": torch.randn(ROWS, 5, dtype=D), "y": torch.arange(ROWS) // 4}
     assert wb.backward(linear(), lambda m, b: F.cross_entropy(m(b["x"]), b["y"], reduction="none"), batch, 4).rows == 12
+
+
+def test_sequences_one_behind_the_other_and_rows_behind_time_are_named() -> None:
+    lengths = torch.tensor([3, 1, 2, 5])
+    flat = {"x": torch.zeros(4, 2), "lengths": lengths, "targets": torch.zeros(11, dtype=torch.long)}
+    with pytest.raises(wb.SplitError, match=r"'lengths' .* adds up to 11.*collate="):
+        wb.backward(linear(), gathered, flat, 2)
+    with pytest.raises(wb.SplitError, match=r"'x' \(7, 4, 5\) has 4 on its second dimension.*transpose\(0, 1\)"):
+        wb.backward(linear(), gathered, {"x": torch.zeros(7, 4, 5), "y": torch.zeros(4)}, 2)
+    samples = [(torch.zeros(3, 4), {"boxes": torch.zeros(boxes, 4)}) for boxes in (1, 2, 3)]
+    with pytest.raises(wb.SplitError, match=r"tensors of different lengths.*collate="):
+        wb.backward(linear(), gathered, tuple(zip(*samples, strict=True)), 2)

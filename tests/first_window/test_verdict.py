@@ -707,3 +707,22 @@ def test_what_only_a_trial_warns_of_is_not_heard(action: Any) -> None:
         warnings.simplefilter("always")
         deviating(model, rows(1))
     assert "degrees of freedom" in str(heard[0].message)
+
+
+def test_a_part_without_items_whose_loss_is_no_zero_is_told() -> None:
+    """Its mean is over ``max(n, 1)``, so that it says something of what is not counted."""
+
+    def floored(model: Any, batch: Any) -> wb.Mean:
+        values, count = losses(model, batch), (batch["y"] == 1).sum()
+        return wb.from_mean(values.sum() / count.clamp(min=1), items=count)
+
+    model, batch = linear(), rows(12)
+    batch["y"] = torch.arange(12) // 5  # the first five and the last two have none
+    with pytest.raises(InexactError, match=r"states 0 items.*wb\.Mean\(total, n\)"):
+        wb.backward(model, floored, batch, 4)
+    reference = whole_batch(model, lambda m, b: losses(m, b).sum() / (b["y"] == 1).sum(), batch)
+    wb.backward(model, floored, batch, 4, verify="never")
+    assert_differs(model, reference)
+    model.zero_grad()
+    wb.backward(model, lambda m, b: wb.Mean(losses(m, b).sum(), (b["y"] == 1).sum()), batch, 4)
+    assert_same_gradient(model, reference)

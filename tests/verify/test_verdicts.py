@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import wholebatch as wb
+from tests.oracle import assert_differs, assert_same_gradient, whole_batch
 from wholebatch.verify.copies import copied, tensors_in
 from wholebatch.verify.reference import whole_gradient
 
@@ -416,3 +417,35 @@ def test_a_model_of_two_precisions_rounds_as_the_lower_one_and_a_fault_still_sho
         Mixed(body, head), lambda model, x: wb.from_mean(model(x).square().mean(), items=1), batch, 5, verify="never"
     )
     assert wrong.verdict == "not exact"
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cells, self.out = nn.GRU(5, 6), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.cells(x)[0])
+
+
+def each_step(model: Any, batch: Any) -> Tensor:
+    return F.cross_entropy(model(batch["x"]).flatten(0, 1), batch["y"].flatten(), reduction="none")
+
+
+@pytest.mark.parametrize("steps", [7, 12])
+def test_rows_behind_time_are_named(steps: int) -> None:
+    """In a check and in a first window; turned around, they are right."""
+    torch.manual_seed(0)
+    model = Recurrent().double()
+    batch = {"x": torch.randn(steps, 12, 5, dtype=torch.float64), "y": torch.randint(0, 3, (steps, 12))}
+    found = wb.check(model, each_step, batch, 4)
+    assert [finding.rule for finding in found.findings] == ["time-cut-through"]
+    with pytest.raises(wb.InexactError, match=r"8 on the second one.*transpose\(0, 1\)"):
+        wb.backward(model, each_step, batch, 4)
+    reference = whole_batch(model, lambda m, b: each_step(m, b).mean(), batch)
+    wb.backward(model, each_step, batch, 4, verify="never")
+    assert_differs(model, reference)
+    model.zero_grad()
+    turned = {name: value.transpose(0, 1) for name, value in batch.items()}
+    wb.backward(model, lambda m, b: each_step(m, {n: v.transpose(0, 1) for n, v in b.items()}), turned, 4)
+    assert_same_gradient(model, reference)

@@ -52,6 +52,10 @@ def said_of_places(leaves: Iterable[Named], rows: int) -> str:
         if leaf.shape == (len(value),) and _are_offsets(value, rows, lengths):
             return f"{leaf} looks like offsets: places at which sequences begin. {MEND}"
     for leaf, value in counted:
+        total = int(value.sum())
+        if leaf.shape == (rows,) and rows < total and total in lengths:
+            return f"{leaf} adds up to {total}, the length of another tensor: sequences, one behind the other. {MEND}"
+    for leaf, value in counted:
         if len(leaf.shape) > 1 and int(value.max()) < rows <= 2 * (int(value.max()) + 1):
             return f"{leaf} holds numbers up to {int(value.max())}, which look like places of {rows} rows. {MEND}"
     return ""

@@ -401,12 +401,23 @@ def _way_out(leaves: Sequence[Leaf], counts: Mapping[int, int]) -> str:
             "of these tensors goes whole, and images and boxes can be cut together only before they are collated. Let "
             "the loader yield samples (collate_fn=list) and give its function as collate=."
         )
-    usual = max(counts, key=counts.__getitem__)  # the first of those that are equally frequent
-    others = tuple(leaf.path for leaf in leaves if leaf.rows != usual)
-    per_row = any(part.isdigit() for path in others for part in path.split(".")[1:])
-    hint = " Where a list holds tensors, one entry a row, give the samples themselves and collate=." if per_row else ""
     for rows in counts:
         places = said_of_places(leaves, rows)
         if places:
             return places
-    return f"Give every tensor the same first dimension, or name those that go whole: whole={others}.{hint}"
+    usual = max(counts, key=counts.__getitem__)  # the first of those that are equally frequent
+    others = tuple(leaf.path for leaf in leaves if leaf.rows != usual)
+    if any(part.isdigit() for path in others for part in path.split(".")[1:]):
+        return (
+            "A list holds tensors of different lengths, one entry a row. Give the samples themselves, one entry of a "
+            "list each, and collate=, which makes a micro-batch of some of them: the loader's collate_fn, or "
+            "lambda samples: tuple(zip(*samples))."
+        )
+    sideways = next((leaf for leaf in leaves if leaf.shape[1:2] and leaf.shape[1] in counts.keys() - {leaf.rows}), None)
+    if sideways is not None:
+        return (
+            f"{sideways} has {sideways.shape[1]} on its second dimension: if rows lie behind time there, give "
+            "x.transpose(0, 1), and turn it back in loss_fn. Else give every tensor the same first dimension, or name "
+            f"those that go whole: whole={others}."
+        )
+    return f"Give every tensor the same first dimension, or name those that go whole: whole={others}."

@@ -22,6 +22,9 @@ CANDIDATES = 8
 SOME = 4
 """From how many micro-batches pairs are taken: one pair may add up by chance, such as by signs that agree."""
 
+COLUMNS = 8
+"""How many entries of the second dimension are tried as rows."""
+
 Cut = Callable[[Sequence[int]], Any]
 
 
@@ -183,13 +186,13 @@ def _ready_made_otherwise(window: Window, sample: TriedRows, names: Sequence[str
         rest = [row for row in range(rows) if row not in first]
         broken = [*range(few), *range(half + few, half + 2 * few)]
         yield TriedRows(sample.cut, sample.whole, (first, rest), "pairs in halves", broken)
-    across = _across(window[0], names) if sample.layout == "rows" else None
+    across = sideways(window[0], names) if sample.layout == "rows" else None
     if across is not None:
         yield across
 
 
-def _across(micro_batch: Any, names: Sequence[str]) -> TriedRows | None:
-    """Cut along the second dimension: rows behind time."""
+def sideways(micro_batch: Any, names: Sequence[str]) -> TriedRows | None:
+    """Cut along the second dimension: rows behind time; no more than a few of them."""
     tree = BatchTree(micro_batch, names)
     deep = [leaf.value for leaf in tree.leaves if isinstance(leaf.value, Tensor) and leaf.value.dim() > 1]
     widths = {tensor.shape[1] for tensor in deep}
@@ -200,7 +203,7 @@ def _across(micro_batch: Any, names: Sequence[str]) -> TriedRows | None:
         chosen = torch.tensor(list(rows))
         return tree.map(lambda leaf: _columns(leaf.value, chosen))
 
-    return split(cut, range(widths.pop()), "rows on the second dimension")
+    return split(cut, range(min(widths.pop(), COLUMNS)), "rows on the second dimension")
 
 
 def _columns(value: Any, chosen: Tensor) -> Any:

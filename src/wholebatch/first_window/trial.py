@@ -54,6 +54,7 @@ class TrialOutcome:
         moved: what the whole has moved besides gradients.
         shapes: of what the loss function returned for the whole and for the parts.
         stated: the terms whose items the loss function states beside a number, so that nobody can count them again.
+        unseen: the terms that some micro-batch states no items of, so that its share counts for nothing.
         provisional: whether the window will divide by a provisional number, as the terms share one that is not known.
         kinks: what was clipped, bent or compared in the loss and the backward of each micro-batch, the whole first.
     """
@@ -71,6 +72,7 @@ class TrialOutcome:
     moved: list[Moved] = field(default_factory=list)
     shapes: Shapes = field(default_factory=Shapes)
     stated: set[Any] = field(default_factory=set)
+    unseen: set[Any] = field(default_factory=set)
     provisional: bool = False
     kinks: list[list[Kink]] = field(default_factory=list)
 
@@ -280,7 +282,9 @@ class Trial:
             self._outcome.kinks.append(self._kinks.take(sums))
             if answer is None:
                 continue
-            self._outcome.stated |= {key for key, term in answer.terms.items() if term.kind == "count"}
+            stated = {key: term for key, term in answer.terms.items() if term.kind == "count"}
+            self._outcome.stated |= stated.keys()
+            self._outcome.unseen |= {key for key, term in stated.items() if not float(term.count)}
             self._outcome.provisional = self._counts_late(answer)
             of = functools.partial(counted_divisors, tally.sums() if whole is None else whole)
             outputs, seeds = shares.of(answer, Known(of, of, "The proof"))

@@ -11,7 +11,7 @@ from wholebatch.batch.window import MicroBatch, Window
 from wholebatch.errors import InexactError, LossError, SplitError, WholeBatchError
 from wholebatch.first_window import reasons
 from wholebatch.first_window.bends import refuse_bent
-from wholebatch.first_window.sample import TriedRows, others_of
+from wholebatch.first_window.sample import TriedRows, others_of, sideways
 from wholebatch.first_window.trial import Trial, TrialOutcome
 from wholebatch.first_window.watch import alone, handed_on
 from wholebatch.model.memory import is_out_of_memory, release
@@ -223,8 +223,9 @@ class Judge:
 
     def _cause(self, sample: TriedRows, outcome: TrialOutcome) -> str:
         """Say why parts do not add up, counts first, then padding, state, hooks, and rows that meet."""
-        causes = self._miscounted, self._repeated, self._padded, self._moved, self._bent, self._gradient_only, self._met
-        for cause in causes:
+        counts = self._miscounted, self._repeated, self._unseen
+        layouts = self._padded, self._sideways
+        for cause in (*counts, *layouts, self._moved, self._bent, self._gradient_only, self._met):
             said = cause(sample, outcome)
             if said:
                 return said + self._own_cut()
@@ -251,6 +252,30 @@ class Judge:
                     "what exists once a batch."
                 )
         return ""
+
+    def _unseen(self, sample: TriedRows, outcome: TrialOutcome) -> str:
+        """Find a part that states no items although its loss was divided by some, such as by ``max(n, 1)``."""
+        for key in outcome.unseen:
+            return (
+                f"A part of {_rows(sample)} ({sample.sizes}) states 0 items for the term {key[0]!r}, so it counts for "
+                "nothing, and without it the whole is another. Where the sum is divided by a number that has a floor, "
+                "as max(n, 1), return the two sums: wb.Mean(total, n). Or else: " + reasons.MEETING.why
+            )
+        return ""
+
+    def _sideways(self, sample: TriedRows, outcome: TrialOutcome) -> str:
+        """Try rows on the second dimension, behind time; a window of ready-made micro-batches has tried them."""
+        if isinstance(self.batch, Window) or self.options.get("collate") is not None:
+            return ""
+        across = sideways(self.batch, self.options.get("whole", ()))
+        again = None if across is None else self._safely(across)
+        if across is None or again is None or again.empty or not again.adds_up:
+            return ""
+        return (
+            f"{_rows(sample)} on the first dimension are not the sum of their parts ({sample.sizes}), and "
+            f"{len(across.whole)} on the second one are: rows lie behind time there. Give the batch with rows first, "
+            "x.transpose(0, 1), and turn it back in loss_fn, or use batch_first=True."
+        )
 
     def _padded(self, sample: TriedRows, outcome: TrialOutcome) -> str:
         """Try the same parts padded as wide as the whole."""

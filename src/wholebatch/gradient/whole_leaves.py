@@ -55,8 +55,10 @@ def _note(setup: Setup, loss_fn: LossFunction, batch: Any, micro_batches: Sequen
         for leaf in leaves[:MOST] if len(leaves) > 1 else ():  # something has to be cut
             if leaf.path and _runs(setup, loss_fn, batch, (*whole, leaf.path), index):
                 return _words(leaf, len(index))
-        places = said_of_places(BatchTree(batch).leaves, leaves[0].rows or 0)
-        return f"wholebatch: {places}" if places else ""
+        rows = leaves[0].rows or 0
+        places = said_of_places(BatchTree(batch).leaves, rows)
+        fits = bool(places) and _runs(setup, loss_fn, batch, whole, range(rows))  # else it is an error of another kind
+        return f"wholebatch: {places}" if fits else ""
     return ""
 
 

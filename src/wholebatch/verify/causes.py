@@ -92,6 +92,19 @@ def through_rows(size: Comparison) -> Finding:
     )
 
 
+def behind_time(rows: int, size: Comparison) -> Finding:
+    """Rows on the second dimension, as of a recurrent network without ``batch_first``."""
+    return Finding(
+        "time-cut-through",
+        f"the first dimension was cut; cut on the second one, which has {rows}, it gives the whole batch's gradient",
+        str(size),
+        max(size.error, 0.02),
+        None,
+        Change("{'x': x}  # (time, rows, ...)", "{'x': x.transpose(0, 1)}  # and turned back in loss_fn"),
+        "Rows lie behind time, as recurrent networks take them without batch_first=True.",
+    )
+
+
 def fails_in_micro_batches(error: Exception, rows: Sequence[int], places: str) -> Finding:
     """The whole batch runs, and a micro-batch of it does not; perhaps for a leaf that refers to rows by their place."""
     return Finding(

@@ -3,7 +3,7 @@ number.
 
 1. Counts: the micro-batches' own gradients, weighted otherwise, are the whole batch's.
 2. Padding: the same rows, padded as in the whole batch, give its gradient.
-3. Shapes: the loss has as many values whatever the number of rows; or a list was cut through its rows.
+3. Shapes: the loss has as many values whatever the number of rows; a list was cut through its rows, or time was cut.
 4. Rows that meet: each micro-batch is right by itself, and the batch is not their sum.
 """
 
@@ -104,7 +104,7 @@ def explain(case: Case) -> Finding:
     apart = compare(*joined(case.ours, in_micro_batches.gradients)).error
     if not apart <= max(case.tolerance, 1e-2 * case.size.error):
         return causes.unexplained(case.size, "the micro-batches, read plainly, give another gradient than backward")
-    for cause in (counted, padded, shaped, cut_through):
+    for cause in (counted, padded, shaped, cut_through, behind_time):
         finding = cause(case, in_micro_batches)
         if finding is not None:
             return finding
@@ -199,6 +199,23 @@ def cut_through(case: Case, in_micro_batches: Reference) -> Finding | None:
     except (Unlike, *FOREIGN):
         return None
     return causes.through_rows(case.size) if case.gives_the_truth(by_entries) else None
+
+
+def behind_time(case: Case, in_micro_batches: Reference) -> Finding | None:
+    """Cut plain tensors on their second dimension instead of the first."""
+    named = case.whole if isinstance(case.whole, dict) else {}
+    deep = [value for value in named.values() if isinstance(value, Tensor) and value.dim() > 1]
+    widths = {value.shape[1] for value in deep}
+    if len(widths) != 1 or min(widths) < 2 or not case.rows or case.names:
+        return None
+    halves = [
+        {
+            key: value.tensor_split(2, 1)[half] if isinstance(value, Tensor) and value.dim() > 1 else value
+            for key, value in named.items()
+        }
+        for half in (0, 1)
+    ]
+    return causes.behind_time(widths.pop(), case.size) if case.gives_the_truth(halves) else None
 
 
 def met(case: Case) -> Finding:
