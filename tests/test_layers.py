@@ -14,6 +14,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "wholebatch"
 
 # From the ground up: a package, or a file that stands alone, imports only from those above it in this list.
 ORDER = (
+    "amounts",
     "errors",
     "options",
     "loss",

@@ -7,9 +7,18 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from wholebatch.errors import LossError
+from wholebatch.loss.labels import as_classes, known, same_shape, shifted
+from wholebatch.loss.linear_head import causal_lm_head, linear_cross_entropy
 from wholebatch.loss.terms import Mean, floating
 
-__all__ = ["causal_lm", "cross_entropy", "masked_lm", "token_classification"]
+__all__ = [
+    "causal_lm",
+    "causal_lm_head",
+    "cross_entropy",
+    "linear_cross_entropy",
+    "masked_lm",
+    "token_classification",
+]
 
 
 def cross_entropy(
@@ -47,12 +56,12 @@ def cross_entropy(
         raise LossError(f"logits of shape {tuple(logits.shape)} have no class dimension: pass (rows, classes, ...).")
     weight = None if weight is None else weight.to(logits)
     if labels.is_floating_point():
-        _same_shape(logits.shape, labels.shape)
+        same_shape(logits.shape, labels.shape)
         rows = labels.numel() / labels.shape[1]
         total = F.cross_entropy(logits, labels, weight, reduction="sum", label_smoothing=label_smoothing)
         return Mean(total, rows, kind="shape", source=tuple(labels.shape))
-    _same_shape(logits.shape[:1] + logits.shape[2:], labels.shape)
-    classes = _as_classes(labels)
+    same_shape(logits.shape[:1] + logits.shape[2:], labels.shape)
+    classes = as_classes(labels)
     total = _sum(logits, classes, weight, ignore_index, label_smoothing)
     counted = classes != ignore_index
     count = counted.sum() if weight is None else (weight[torch.where(counted, classes, 0)] * counted).sum()
@@ -86,12 +95,7 @@ def causal_lm(
         >>> wb.losses.causal_lm(torch.zeros(1, 3, 5), torch.tensor([[1, 2, 3]])).count
         2.0
     """
-    if labels is not None and shift_labels is None:
-        source, targets = labels, F.pad(_as_classes(labels), (0, 1), value=ignore_index)[..., 1:]
-    elif shift_labels is not None and labels is None:
-        source = targets = shift_labels
-    else:
-        raise LossError("causal_lm takes labels= (it shifts them) or shift_labels= (shifted already): exactly one.")
+    source, targets = shifted(labels, shift_labels, ignore_index, "causal_lm")
     term = _tokens(logits, targets, ignore_index, label_smoothing=label_smoothing)
     return Mean(term.total, term.count, kind="shifted labels", source=source)
 
@@ -146,19 +150,10 @@ def token_classification(
 def _tokens(
     logits: Tensor, labels: Tensor, ignore_index: int, weight: Tensor | None = None, label_smoothing: float = 0.0
 ) -> Mean:
-    _same_shape(logits.shape[:-1], labels.shape)
-    flat = _as_classes(labels).flatten().to(logits.device)
+    same_shape(logits.shape[:-1], labels.shape)
+    flat = as_classes(labels).flatten().to(logits.device)
     term = cross_entropy(logits.flatten(0, -2), flat, weight, ignore_index, label_smoothing)
     return Mean(term.total, term.count, kind=term.kind, source=labels)
-
-
-def _as_classes(labels: Tensor) -> Tensor:
-    """Return labels as torch's own indices: bytes would be read as a mask, and could not hold -100."""
-    if labels.dtype is torch.int64:
-        return labels
-    if labels.is_floating_point() or labels.is_complex():
-        raise LossError(f"labels are {labels.dtype}, but here they are the numbers of classes. Pass labels.long().")
-    return labels.long()
 
 
 def _sum(logits: Tensor, classes: Tensor, weight: Tensor | None, ignore_index: int, label_smoothing: float) -> Tensor:
@@ -168,23 +163,10 @@ def _sum(logits: Tensor, classes: Tensor, weight: Tensor | None, ignore_index: i
             logits, classes, weight, ignore_index=ignore_index, reduction="sum", label_smoothing=label_smoothing
         )
     except IndexError:
-        number = logits.shape[1]
-        wrong = classes[(classes != ignore_index) & ((classes < 0) | (classes >= number))].tolist()
-        named = ", ".join(map(str, sorted(set(wrong))[:8]))
-        raise LossError(
-            f"labels hold {named}, but logits have {number} classes, 0 to {number - 1}, and the label that does not "
-            f"count is {ignore_index}. If it is another one, say so: ignore_index={wrong[0] if wrong else -1}."
-        ) from None
+        known(classes[classes != ignore_index], logits.shape[1], ignore_index)
+        raise
 
 
 def _precise(logits: Tensor) -> Tensor:
     logits = floating(logits, "logits")
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
-
-
-def _same_shape(logits: torch.Size, labels: torch.Size) -> None:
-    if logits != labels:
-        raise LossError(
-            f"labels of shape {tuple(labels)} do not fit logits, which have one prediction for each of "
-            f"{tuple(logits)}. Give every prediction a label; ignore_index where it does not count."
-        )

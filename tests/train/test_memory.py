@@ -13,8 +13,8 @@ import torch
 import wholebatch as wb
 from tests.train.test_run import Interrupting, assert_same_weights, config, metrics, run, texts  # noqa: F401
 from tests.train.test_tasks import folder_with_a_model, sentences, small  # noqa: F401
+from wholebatch.amounts import bytes_in, in_bytes
 from wholebatch.model.memory import SavedBytes
-from wholebatch.planning.amounts import bytes_in, in_bytes
 from wholebatch.planning.planner import parts_of
 from wholebatch.train import Config, ConfigError, RunError, train, trainer
 from wholebatch.train.machine import room

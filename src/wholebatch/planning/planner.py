@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
+from wholebatch.amounts import bytes_in, in_bytes
 from wholebatch.batch.sizes import Tokens
 from wholebatch.batch.tree import BatchTree, move
 from wholebatch.batch.window import MicroBatch, Window, micro_batches_of
@@ -23,7 +24,6 @@ from wholebatch.model.gradients import GradientAccumulator, all_or_nothing, devi
 from wholebatch.model.memory import SavedBytes, is_out_of_memory, offloaded
 from wholebatch.model.state import left_alone
 from wholebatch.options import BACKWARD, Options, checked
-from wholebatch.planning.amounts import bytes_in, in_bytes
 from wholebatch.ranks.reduction import by_itself
 
 Way: TypeAlias = Literal["smaller micro-batches", "checkpointing", "offload"]

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, Union, get_args, get_origin, get_type_hints
 
-from wholebatch.planning.amounts import bytes_in
+from wholebatch.amounts import bytes_in
 from wholebatch.train.errors import ConfigError
 
 Scalar: TypeAlias = "int | float | str | bool | None"

@@ -10,8 +10,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
+from wholebatch.amounts import in_bytes
 from wholebatch.model.memory import SavedBytes
-from wholebatch.planning.amounts import in_bytes
 from wholebatch.planning.planner import parts_of
 from wholebatch.train.errors import ConfigError
 

@@ -16,7 +16,7 @@ from typing import Any, TextIO
 import torch
 
 import wholebatch as wb
-from wholebatch.planning.amounts import bytes_in, in_bytes
+from wholebatch.amounts import bytes_in, in_bytes
 from wholebatch.planning.arrangement import Arrangement
 from wholebatch.planning.planner import Measured, Plan
 from wholebatch.train.config import Config

@@ -15,8 +15,8 @@ from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
 import wholebatch as wb
+from wholebatch.amounts import bytes_in
 from wholebatch.model.memory import is_out_of_memory, words_of
-from wholebatch.planning.amounts import bytes_in
 from wholebatch.planning.arrangement import counted
 from wholebatch.train.config import Config
 from wholebatch.train.errors import ConfigError, RunError

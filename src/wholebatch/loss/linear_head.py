@@ -1,0 +1,205 @@
+"""Ready-made losses that take hidden states and the weight of a head, and never hold all logits."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from numbers import Real
+from typing import ParamSpec, TypedDict, TypeVar
+
+import torch
+from torch import Tensor
+from typing_extensions import Unpack
+
+from wholebatch.amounts import bytes_in
+from wholebatch.errors import LossError
+from wholebatch.loss.head import HeadLoss, Targets, TokenLoss, wide_of
+from wholebatch.loss.labels import as_classes, known, same_shape, shifted
+from wholebatch.loss.terms import Mean, describe, floating
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class HeadOptions(TypedDict, total=False):
+    """What :func:`linear_cross_entropy` takes by name."""
+
+    class_weight: Tensor | None
+    ignore_index: int
+    label_smoothing: float
+    softcap: float | None
+    scale: float
+    z_loss: float
+    memory: int | str | None
+
+
+def uncompiled(function: Callable[P, R]) -> Callable[P, R]:
+    """Keep a compiler out of a function: its graph ends before and begins behind."""
+
+    @functools.wraps(function)
+    def called(*args: P.args, **kwargs: P.kwargs) -> R:
+        if torch.compiler.is_compiling():
+            apart: Callable[P, R] = torch.compiler.disable(function)  # made here: to ask for it imports the compiler
+            return apart(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    return called
+
+
+@uncompiled
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    bias: Tensor | None = None,
+    *,
+    class_weight: Tensor | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
+    scale: float = 1.0,
+    z_loss: float = 0.0,
+    memory: int | str | None = None,
+) -> Mean:
+    """Average the cross entropy of a linear head over the labels that count, without ever holding all logits.
+
+    The mean is that of ``cross_entropy(F.linear(hidden, weight, bias), labels, class_weight)``, of its value as of its
+    gradient. Logits are there for one chunk of tokens at a time: the gradient is made while they are, in the forward,
+    and multiplied by what comes in at the loss in the backward. It takes a copy of the head's gradient, in float32
+    where the head has fewer bits, and no time besides: as many matrix products as logits that are kept. A forward
+    without a backward, as in a counting pass, costs as much as with one; under ``torch.no_grad()`` it is a forward.
+
+    Args:
+        hidden: (rows, ..., width), what the head is given.
+        weight: (vocabulary, width), the head's own, tied or not, with or without gradient.
+        labels: (rows, ...) class indices, of any integer type or bool.
+        bias: (vocabulary,), the head's.
+        class_weight: (vocabulary,), a weight a class: of its tokens in the sum and in the denominator.
+        ignore_index: the label that does not count.
+        label_smoothing: as in torch, from 0 to 1.
+        softcap: bounds logits to ``softcap * tanh(logits / softcap)``, after the scale.
+        scale: multiplies the logits, a number.
+        z_loss: adds ``z_loss * logsumexp(logits) ** 2`` to each token's loss, under the same weight and denominator.
+        memory: bytes of a chunk's logits, a number or "64MiB"; by default as many as the head's gradient takes, from 16
+            to 512 MiB.
+
+    Raises:
+        LossError: if shapes or types do not fit, a label on the CPU is no class, or a tensor is cut over ranks; in the
+            backward, if the gradient is to be differentiated again.
+
+    Example:
+        >>> import torch, wholebatch as wb
+        >>> hidden, head = torch.zeros(3, 5), torch.nn.Linear(5, 4)
+        >>> wb.losses.linear_cross_entropy(hidden, head.weight, torch.tensor([0, 2, -100]), head.bias).count
+        2.0
+
+    Source:
+        Gradients in the forward, chunk by chunk: Liger Kernel (arXiv 2410.10989), section 3.2.
+    """
+    _fitting_head(hidden, weight, bias, class_weight)
+    same_shape(hidden.shape[:-1], labels.shape)
+    wide = wide_of(dtype := _product_type(hidden))
+    classes = as_classes(labels).flatten().to(hidden.device)
+    counted = classes != ignore_index
+    known(classes[counted] if counted.device.type == "cpu" else None, len(weight), ignore_index)
+    safe = torch.where(counted, classes, 0)
+    by_class = None if class_weight is None else class_weight.detach().to(hidden.device, wide)
+    weights = counted.to(wide) if by_class is None else by_class[safe] * counted
+    learning = torch.is_grad_enabled()
+    wanted = (hidden.requires_grad, weight.requires_grad, bias is not None and bias.requires_grad)
+    how = TokenLoss(
+        label_smoothing,
+        softcap=softcap if softcap is None else _number(softcap, "softcap"),
+        scale=_number(scale, "scale"),
+        z_loss=_number(z_loss, "z_loss"),
+        wanted=wanted if learning else (False, False, False),
+        dtype=dtype,
+        memory=None if memory is None else bytes_in(memory),
+    )
+    targets = Targets(safe, counted.to(wide), weights, by_class)
+    total = HeadLoss.apply(how, hidden.flatten(0, -2), weight, bias, *targets)  # type: ignore[no-untyped-call]
+    count = counted.sum() if class_weight is None else weights.sum()
+    return Mean(total, count, kind="labels" if class_weight is None else "weighted labels", source=labels)
+
+
+def causal_lm_head(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor | None = None,
+    bias: Tensor | None = None,
+    *,
+    shift_labels: Tensor | None = None,
+    **options: Unpack[HeadOptions],
+) -> Mean:
+    """Average next-token cross entropy over every supervised token, from hidden states and the head's weight.
+
+    :func:`causal_lm` of ``F.linear(hidden, weight, bias)``, in the memory of :func:`linear_cross_entropy`.
+
+    Args:
+        hidden: (rows, length, width), what the head is given: a model's last hidden state, after its last norm.
+        weight: (vocabulary, width), the head's own.
+        labels: (rows, length), not shifted; ``ignore_index`` where nothing is to be learned.
+        bias: (vocabulary,), the head's.
+        shift_labels: (rows, length), already shifted by the collate function; taken as they are.
+        **options: ``class_weight``, ``ignore_index``, ``label_smoothing``, ``softcap``, ``scale``, ``z_loss`` and
+            ``memory`` of :func:`linear_cross_entropy`.
+
+    Raises:
+        LossError: unless exactly one of labels and shift_labels is given, or as :func:`linear_cross_entropy`.
+
+    Example:
+        >>> import torch, wholebatch as wb
+        >>> head = torch.nn.Linear(8, 5)
+        >>> wb.losses.causal_lm_head(torch.zeros(1, 3, 8), head.weight, torch.tensor([[1, 2, 3]]), head.bias).count
+        2.0
+    """
+    source, targets = shifted(labels, shift_labels, options.get("ignore_index", -100), "causal_lm_head")
+    term = linear_cross_entropy(hidden, weight, targets, bias, **options)
+    kind = "shifted labels" if options.get("class_weight") is None else "weighted shifted labels"
+    return Mean(term.total, term.count, kind=kind, source=source)
+
+
+def _fitting_head(hidden: Tensor, weight: Tensor, bias: Tensor | None, class_weight: Tensor | None) -> None:
+    """Raise for a head that does not fit the hidden states, or is not whole."""
+    given = {"hidden": hidden, "weight": weight, "bias": bias, "class_weight": class_weight}
+    for name, tensor in given.items():
+        if hasattr(tensor, "__tensor_flatten__"):
+            raise LossError(
+                f"{name} is a {type(tensor).__name__}: cut over ranks, or packed. The loss needs it whole, as it is "
+                "inside of the forward of the module that owns it. Call linear_cross_entropy there, or pass "
+                f"{name}.full_tensor(grad_placements=...)."
+            )
+    floating(hidden, "hidden")
+    floating(weight, "weight")
+    if weight.dim() != 2 or hidden.dim() < 2 or hidden.shape[-1] != weight.shape[1]:
+        raise LossError(
+            f"hidden of shape {tuple(hidden.shape)} and weight of shape {tuple(weight.shape)} do not fit: pass "
+            "(rows, ..., width) and (vocabulary, width), as torch.nn.Linear keeps it."
+        )
+    for name in ("bias", "class_weight"):
+        tensor = given[name]
+        if tensor is not None and tensor.shape != weight.shape[:1]:
+            raise LossError(
+                f"{name} of shape {tuple(tensor.shape)} does not fit a vocabulary of {len(weight)}: pass one a class."
+            )
+    if hidden.dtype != weight.dtype and not torch.is_autocast_enabled(hidden.device.type):
+        raise LossError(
+            f"hidden is {hidden.dtype} and weight {weight.dtype}: their product has no type without torch.autocast. "
+            "Pass hidden.to(weight.dtype)."
+        )
+
+
+def _product_type(hidden: Tensor) -> torch.dtype:
+    """Name the type in which hidden states and head are multiplied here."""
+    device = hidden.device.type
+    chosen = torch.is_autocast_enabled(device) and hidden.dtype != torch.float64
+    return torch.get_autocast_dtype(device) if chosen else hidden.dtype
+
+
+def _number(value: object, name: str) -> float:
+    if isinstance(value, Real):
+        return float(value)
+    raise LossError(
+        f"{name} is {describe(value)}; here it is a number. A scale that is learned goes onto the hidden states: "
+        "linear_cross_entropy(hidden * scale, weight, labels)."
+    )
