@@ -82,11 +82,25 @@ class Meeting(transformers.Trainer):  # type: ignore[misc]
         return (loss, outputs) if return_outputs else loss
 
 
-def test_a_bare_mean_of_an_overridden_compute_loss_is_proven(tmp_path: Path) -> None:
+class Derived(exact(transformers.Trainer)):  # type: ignore[misc]
+    """Derived from what is exact already, with an override of its own."""
+
+    compute_loss = Overriding.compute_loss
+
+
+class Below(Derived):
+    """Asks the class that it is derived from."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+        return super().compute_loss(model, inputs, return_outputs=return_outputs, **kwargs)
+
+
+@pytest.mark.parametrize("trainer", [exact(Overriding), Derived, Below], ids=["made-exact", "derived", "derived-twice"])
+def test_a_bare_mean_of_an_overridden_compute_loss_is_proven(trainer: Any, tmp_path: Path) -> None:
     model = tiny("BertForSequenceClassification", num_labels=3)
     expected = references(model, CLASSES)
     assert_differs(Run(Overriding, model, CLASSES, tmp_path).gradients.steps[0], expected[0], by=5)
-    for ours, reference in zip(Run(exact(Overriding), model, CLASSES, tmp_path).gradients.steps, expected, strict=True):
+    for ours, reference in zip(Run(trainer, model, CLASSES, tmp_path).gradients.steps, expected, strict=True):
         assert_same_gradient(ours, reference)
 
 
@@ -296,9 +310,14 @@ class SteppingItself(transformers.Trainer):  # type: ignore[misc]
         return loss.detach()
 
 
-def test_a_training_step_that_goes_back_by_itself_is_refused(tmp_path: Path) -> None:
+class DerivedSteppingItself(exact(transformers.Trainer)):  # type: ignore[misc]
+    training_step = SteppingItself.training_step
+
+
+@pytest.mark.parametrize("trainer", [exact(SteppingItself), DerivedSteppingItself], ids=["made-exact", "derived"])
+def test_a_training_step_that_goes_back_by_itself_is_refused(trainer: Any, tmp_path: Path) -> None:
     with pytest.raises(wb.InexactError, match=r"goes back by itself.*super\(\)\.training_step"):
-        Run(exact(SteppingItself), tiny("LlamaForCausalLM"), texts(), tmp_path)
+        Run(trainer, tiny("LlamaForCausalLM"), texts(), tmp_path)
 
 
 def test_a_compiled_model(tmp_path: Path) -> None:

@@ -6,6 +6,8 @@ user's own class, so that it sees what that class's `compute_loss` returned.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -53,6 +55,16 @@ class Waiting:
     items: Tensor | None
 
 
+def _seeing(own: Callable[..., Any], seen: Callable[..., Any]) -> Callable[..., Any]:
+    """Return an override that is seen as those below `Outside` are."""
+
+    @functools.wraps(own)
+    def override(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return seen(self, functools.partial(own, self), *args, **kwargs)
+
+    return override
+
+
 class Outside(transformers.Trainer):
     """Stands above the user's own class: sees what its `compute_loss` returned, and that its step is the Trainer's."""
 
@@ -64,12 +76,23 @@ class Outside(transformers.Trainer):
     _tally: LossAccumulator | None = None
     _is_whole: bool
     _stays: bool
+    _asked: bool = False
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """See what a class that is derived from an exact one overrides, as if it had been made exact itself."""
+        super().__init_subclass__(**kwargs)
+        for name, seen in (("compute_loss", Outside._seen), ("training_step", Outside._stepped)):
+            if name in vars(cls):
+                setattr(cls, name, _seeing(vars(cls)[name], seen))
 
     def training_step(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """Run the user's step, and refuse one that goes back by itself."""
+        return self._stepped(super().training_step, model, *args, **kwargs)
+
+    def _stepped(self, step: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if self._shares is not None:
             self._shares.reached = False
-        loss = super().training_step(model, *args, **kwargs)
+        loss = step(model, *args, **kwargs)
         if self._shares is not None and not self._shares.reached:
             model.zero_grad()
             raise InexactError(
@@ -81,23 +104,33 @@ class Outside(transformers.Trainer):
 
     def compute_loss(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """Return the share of the window's loss within a step, and one number outside of it."""
-        if self._meaning.asking or self._waiting is not None:
-            return super().compute_loss(model, inputs, *args, **kwargs)
-        if self._stays:
-            self._same_rows(inputs)
-            return super().compute_loss(model, inputs, *args, **kwargs)
-        if self._shares is not None and self._shares.running:
-            return self._share(self._shares, model, inputs, *args, **kwargs)
-        return self._evaluated(model, inputs, *args, **kwargs)
+        return self._seen(super().compute_loss, model, inputs, *args, **kwargs)
 
-    def _share(self, shares: Shares, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+    def _seen(self, ask: Callable[..., Any], model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """Ask a class for the loss, the user's uppermost, which may ask those below it in turn."""
+        if self._asked or self._meaning.asking or self._waiting is not None:
+            return ask(model, inputs, *args, **kwargs)
+        self._asked = True
+        try:
+            if self._stays:
+                self._same_rows(inputs)
+                return ask(model, inputs, *args, **kwargs)
+            if self._shares is not None and self._shares.running:
+                return self._share(self._shares, ask, model, inputs, *args, **kwargs)
+            return self._evaluated(ask, model, inputs, *args, **kwargs)
+        finally:
+            self._asked = False
+
+    def _share(
+        self, shares: Shares, ask: Callable[..., Any], model: nn.Module, inputs: Any, *args: Any, **kwargs: Any
+    ) -> Any:
         """Ask the user's class for the loss, and keep the Trainer from dividing it again."""
         here = shares.counts[0] or 0.0
         told: Any = torch.tensor(max(shares.items, 1.0), device=self.args.device)
         if self._is_whole:  # the model's own mean is that of the batch
             told = None if self._meaning.own and self._items is None else kwargs.get("num_items_in_batch")
         with self._meaning.alone():
-            returned = super().compute_loss(model, inputs, *args, **{**kwargs, "num_items_in_batch": told})
+            returned = ask(model, inputs, *args, **{**kwargs, "num_items_in_batch": told})
         outputs = kwargs.get("return_outputs", args[0] if args else False)
         loss, rest = returned if outputs else (returned, None)
         share = self._meaning.share(loss, here, shares.items, alone=self._is_whole) * shares.ranks
@@ -117,12 +150,12 @@ class Outside(transformers.Trainer):
                 "every micro-batch have as many rows."
             )
 
-    def _evaluated(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+    def _evaluated(self, ask: Callable[..., Any], model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """Note what an evaluation batch's loss averages over; a loss that states it becomes a number."""
         kept, items = {**inputs}, self._meaning.evaluated(model, inputs)
         if kwargs.get("num_items_in_batch") is not None and items is not None:
             kwargs["num_items_in_batch"] = items
-        returned = super().compute_loss(model, inputs, *args, **kwargs)
+        returned = ask(model, inputs, *args, **kwargs)
         outputs = kwargs.get("return_outputs", args[0] if args else False)
         loss, rest = returned if outputs else (returned, None)
         answer = self._meaning.answer(loss, kept, items)
