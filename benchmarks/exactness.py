@@ -85,7 +85,7 @@ def joined(micro_batches: list[Batch]) -> Batch:
     return {name: torch.cat([micro_batch[name] for micro_batch in micro_batches]) for name in micro_batches[0]}
 
 
-def tags(model: nn.Module, batch: Batch) -> wb.Mean:
+def tags(model: nn.Module, batch: Batch) -> wb.LossSum:
     return wb.losses.token_classification(model(batch["words"]), batch["tags"])
 
 
@@ -104,7 +104,7 @@ def rows_mean(model: nn.Module, batch: Batch) -> Tensor:
 CLASS_WEIGHTS = torch.tensor([1.0, 4.0, 10.0, 25.0])
 
 
-def weighted(model: nn.Module, batch: Batch) -> wb.Mean:
+def weighted(model: nn.Module, batch: Batch) -> wb.LossSum:
     scores = model(batch["x"])
     return wb.losses.cross_entropy(scores, batch["label"], weight=CLASS_WEIGHTS.to(scores.dtype))
 
@@ -114,7 +114,7 @@ def weighted_mean(model: nn.Module, batch: Batch) -> Tensor:
     return F.cross_entropy(scores, batch["label"], weight=CLASS_WEIGHTS.to(scores.dtype))
 
 
-def boxes(model: nn.Module, batch: Batch) -> dict[str, wb.Mean]:
+def boxes(model: nn.Module, batch: Batch) -> dict[str, wb.LossSum]:
     scores = model(batch["x"])
     off = F.smooth_l1_loss(scores, batch["box"], reduction="none").sum(dim=1)
     named = F.cross_entropy(scores, batch["label"], reduction="none")

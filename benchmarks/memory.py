@@ -33,7 +33,7 @@ from wholebatch.train.model import Decoder
 WORDS = 256
 
 
-def loss_fn(model: nn.Module, tokens: Tensor) -> wb.Mean:
+def loss_fn(model: nn.Module, tokens: Tensor) -> wb.LossSum:
     return wb.losses.causal_lm(model(tokens), tokens)
 
 

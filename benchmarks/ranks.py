@@ -58,7 +58,7 @@ class Model(nn.Module):
         return self.head(hidden)
 
 
-def loss_fn(model: nn.Module, rows: Rows) -> wb.Mean:
+def loss_fn(model: nn.Module, rows: Rows) -> wb.LossSum:
     return wb.losses.cross_entropy(model(rows[0]).flatten(0, 1), rows[1].flatten())
 
 

@@ -60,7 +60,7 @@ class Place(torch.autograd.Function):
         return grad, None
 
 
-def loss_fn(model: nn.Module, tokens: Tensor) -> wb.Mean:
+def loss_fn(model: nn.Module, tokens: Tensor) -> wb.LossSum:
     return wb.losses.causal_lm(model(tokens), tokens)
 
 

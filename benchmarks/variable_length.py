@@ -127,7 +127,7 @@ def fixed(setting: Setting, seed: int) -> Epoch:
     return Epoch(clock.seconds, collate, model)
 
 
-def causal_loss(model: nn.Module, batch: Batch) -> wb.Mean:
+def causal_loss(model: nn.Module, batch: Batch) -> wb.LossSum:
     logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
     return wb.losses.causal_lm(logits, batch["labels"])
 

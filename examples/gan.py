@@ -24,7 +24,7 @@ def train(micro_batch_size: int | None, steps: int = 100) -> tuple[torch.Tensor,
     torch.manual_seed(0)
     generator, critic = network(2, 2), network(2, 1)
 
-    def critic_loss(model: nn.Module, batch: Batch) -> wb.Mean:
+    def critic_loss(model: nn.Module, batch: Batch) -> wb.LossSum:
         fake = generator(batch["noise"]).detach()
         return wb.mean(judged(model(batch["points"]), real=True)) + wb.mean(judged(model(fake), real=False))
 

@@ -28,7 +28,7 @@ def collate(samples: list[torch.Tensor]) -> dict[str, torch.Tensor]:
     return {"ids": ids, "labels": pad_sequence(samples, batch_first=True, padding_value=-100)}
 
 
-def loss_fn(model: nn.Module, batch: dict[str, torch.Tensor]) -> wb.Mean:
+def loss_fn(model: nn.Module, batch: dict[str, torch.Tensor]) -> wb.LossSum:
     return wb.losses.causal_lm(model(batch["ids"]), batch["labels"])
 
 

@@ -13,7 +13,7 @@ import wholebatch as wb
 Batch = dict[str, torch.Tensor]
 
 
-def loss_fn(model: nn.Module, batch: Batch) -> tuple[dict[str, wb.Mean], dict[str, torch.Tensor]]:
+def loss_fn(model: nn.Module, batch: Batch) -> tuple[dict[str, wb.LossSum], dict[str, torch.Tensor]]:
     out = model(batch["x"])
     scores, boxes = out[:, :4], out[:, 4:]
     off = F.smooth_l1_loss(boxes, batch["box"], reduction="none").sum(dim=1)

@@ -17,7 +17,7 @@ def token_losses(model: nn.Module, batch: Batch) -> torch.Tensor:
     return F.cross_entropy(model(batch["words"]).transpose(1, 2), batch["tags"], reduction="none")
 
 
-def loss_fn(model: nn.Module, batch: Batch) -> wb.Mean:
+def loss_fn(model: nn.Module, batch: Batch) -> wb.LossSum:
     return wb.mean(token_losses(model, batch), weights=batch["mask"])
 
 

@@ -16,7 +16,7 @@ def number(model: nn.Module, rows: Tensor) -> Tensor:
     return model(rows).square().mean()
 
 
-def weighted(model: nn.Module, rows: Tensor) -> wb.Mean:
+def weighted(model: nn.Module, rows: Tensor) -> wb.LossSum:
     return wb.mean(model(rows), weights=rows)  # of another shape
 
 

@@ -26,16 +26,16 @@ def signatures(thing: object) -> list[Callable[..., object]]:
 
 def test_the_promised_names_are_there() -> None:
     promised = {
-        "backward", "Result", "Step", "StepResult", "windows", "Window", "mean", "total", "from_mean", "Mean", "once",
-        "losses", "Tokens", "WholeBatchError", "LossError", "SplitError", "InexactError", "NonFiniteError", "SyncError",
-        "Auto", "OutOfMemoryError", "plan", "checkpointed", "Arrangement",
+        "backward", "Result", "Step", "StepResult", "windows", "Window", "mean", "total", "from_mean", "LossSum",
+        "once", "losses", "Tokens", "WholeBatchError", "LossError", "SplitError", "InexactError", "NonFiniteError",
+        "SyncError", "Auto", "OutOfMemoryError", "plan", "checkpointed", "Arrangement",
     }  # fmt: skip
     assert promised <= set(NAMES)
 
 
 def test_all_lists_what_is_public_and_nothing_else() -> None:
     public = {name for name, value in vars(wb).items() if name[0] != "_" and not isinstance(value, ModuleType)}
-    assert set(NAMES) - public <= {"losses", "doctor", "norms"}, (
+    assert set(NAMES) - public <= {"losses", "doctor", "norms", "distributed", "policies"}, (
         "only rooms that users write as wb.room.name may be modules"
     )
     assert public - {"annotations"} <= set(NAMES)
@@ -48,6 +48,23 @@ def test_former_names_of_counts_answer_as_the_new_ones_do() -> None:
     check = wb.check(model, lambda model, x: model(x).square(), rows, 2)
     assert arrangement.pieces == arrangement.micro_batches == 17
     assert check.reference_pieces == check.reference_micro_batches == 1
+
+
+def test_former_names_are_the_same_classes() -> None:
+    assert (wb.Mean, wb.Coupled, wb.Coupling) == (wb.LossSum, wb.CoupledLoss, wb.CouplingReport)
+    assert wb.Mean(torch.tensor(6.0), 3).value == wb.mean(torch.full((3,), 2.0)).value
+
+
+@pytest.mark.parametrize(
+    ("module", "names"),
+    [
+        (wb.distributed, ("DealtBatches", "Pipeline", "Shares", "shares")),
+        (wb.policies, ("NominalBatch", "scale_adam", "scale_lr")),
+    ],
+    ids=["distributed", "policies"],
+)
+def test_a_named_module_has_what_the_top_level_has(module: ModuleType, names: tuple[str, ...]) -> None:
+    assert [getattr(module, name) for name in names] == [getattr(wb, name) for name in names]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -91,5 +108,7 @@ def test_no_room_bears_the_name_of_a_public_function() -> None:
 
 def test_the_api_page_shows_every_public_name() -> None:
     page = (ROOT / "docs" / "api.md").read_text()
-    missing = [name for name in NAMES if f" wholebatch.{name}\n" not in page]
+    shown = {line.rpartition(".")[2] for line in page.splitlines() if ":: wholebatch" in line}
+    former = page.split("## Former names")[1]
+    missing = [name for name in NAMES if name not in shown and f"`wb.{name}`" not in former]
     assert not missing, f"docs/api.md lacks {missing}"

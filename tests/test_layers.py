@@ -26,6 +26,7 @@ ORDER = (
     "batchnorm",
     "norms",
     "gradient",
+    "distributed",
     "step",
     "policies",
     "planning",

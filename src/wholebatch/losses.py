@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from wholebatch.errors import LossError
 from wholebatch.loss.labels import as_classes, known, same_shape, shifted
 from wholebatch.loss.linear_head import causal_lm_head, linear_cross_entropy
-from wholebatch.loss.terms import Mean, floating
+from wholebatch.loss.terms import LossSum, floating
 
 __all__ = [
     "causal_lm",
@@ -27,7 +27,7 @@ def cross_entropy(
     weight: Tensor | None = None,
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
-) -> Mean:
+) -> LossSum:
     """Average the cross entropy over the labels that count in the whole batch.
 
     The denominator is that of ``torch.nn.functional.cross_entropy(..., reduction="mean")`` over the whole batch:
@@ -59,13 +59,13 @@ def cross_entropy(
         same_shape(logits.shape, labels.shape)
         rows = labels.numel() / labels.shape[1]
         total = F.cross_entropy(logits, labels, weight, reduction="sum", label_smoothing=label_smoothing)
-        return Mean(total, rows, kind="shape", source=tuple(labels.shape))
+        return LossSum(total, rows, kind="shape", source=tuple(labels.shape))
     same_shape(logits.shape[:1] + logits.shape[2:], labels.shape)
     classes = as_classes(labels)
     total = _sum(logits, classes, weight, ignore_index, label_smoothing)
     counted = classes != ignore_index
     count = counted.sum() if weight is None else (weight[torch.where(counted, classes, 0)] * counted).sum()
-    return Mean(total, count, kind="labels" if weight is None else "weighted labels", source=labels)
+    return LossSum(total, count, kind="labels" if weight is None else "weighted labels", source=labels)
 
 
 def causal_lm(
@@ -75,7 +75,7 @@ def causal_lm(
     shift_labels: Tensor | None = None,
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
-) -> Mean:
+) -> LossSum:
     """Average next-token cross entropy over every supervised token of the whole batch.
 
     Token t is predicted from the logits at t - 1: labels are shifted here, once, and counted after the shift.
@@ -97,10 +97,10 @@ def causal_lm(
     """
     source, targets = shifted(labels, shift_labels, ignore_index, "causal_lm")
     term = _tokens(logits, targets, ignore_index, label_smoothing=label_smoothing)
-    return Mean(term.total, term.count, kind="shifted labels", source=source)
+    return LossSum(term.total, term.count, kind="shifted labels", source=source)
 
 
-def masked_lm(logits: Tensor, labels: Tensor, ignore_index: int = -100, label_smoothing: float = 0.0) -> Mean:
+def masked_lm(logits: Tensor, labels: Tensor, ignore_index: int = -100, label_smoothing: float = 0.0) -> LossSum:
     """Average the cross entropy over the masked tokens of the whole batch.
 
     Args:
@@ -126,7 +126,7 @@ def token_classification(
     weight: Tensor | None = None,
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
-) -> Mean:
+) -> LossSum:
     """Average the cross entropy over the labelled tokens of the whole batch.
 
     Args:
@@ -149,11 +149,11 @@ def token_classification(
 
 def _tokens(
     logits: Tensor, labels: Tensor, ignore_index: int, weight: Tensor | None = None, label_smoothing: float = 0.0
-) -> Mean:
+) -> LossSum:
     same_shape(logits.shape[:-1], labels.shape)
     flat = as_classes(labels).flatten().to(logits.device)
     term = cross_entropy(logits.flatten(0, -2), flat, weight, ignore_index, label_smoothing)
-    return Mean(term.total, term.count, kind=term.kind, source=labels)
+    return LossSum(term.total, term.count, kind=term.kind, source=labels)
 
 
 def _sum(logits: Tensor, classes: Tensor, weight: Tensor | None, ignore_index: int, label_smoothing: float) -> Tensor:

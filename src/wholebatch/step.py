@@ -17,7 +17,7 @@ from typing_extensions import Unpack
 
 from wholebatch.batch.sizes import Auto, Size, is_number, whole_entry
 from wholebatch.errors import LossError, NonFiniteError, plainly
-from wholebatch.gradient.coupled import Coupled, accumulate_coupled, checked_for_all_rows
+from wholebatch.gradient.coupled import CoupledLoss, accumulate_coupled, checked_for_all_rows
 from wholebatch.gradient.result import Pending, Result
 from wholebatch.gradient.separable import accumulate
 from wholebatch.loss.counts import Count, precise
@@ -64,7 +64,7 @@ class Step:
     Args:
         model: as for :func:`wholebatch.backward`.
         optimizer: any that steps without a closure.
-        loss_fn: as for :func:`wholebatch.backward`, or a :class:`Coupled` loss over all rows.
+        loss_fn: as for :func:`wholebatch.backward`, or a :class:`CoupledLoss` loss over all rows.
         micro_batch_size: rows, ``Tokens(...)``, ``Auto(...)``, or None.
         max_grad_norm: clip the gradient of the whole batch to this 2-norm.
         scheduler: one or several, stepped once a real step.
@@ -91,7 +91,7 @@ class Step:
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        loss_fn: LossFunction | Coupled,
+        loss_fn: LossFunction | CoupledLoss,
         micro_batch_size: Size = None,
         *,
         max_grad_norm: float | None = None,
@@ -109,7 +109,7 @@ class Step:
         self.after_step = _without_arguments(after_step)
         self.on_nonfinite = on_nonfinite
         self.options = checked(options, STEP)
-        if isinstance(loss_fn, Coupled):
+        if isinstance(loss_fn, CoupledLoss):
             checked_for_all_rows(options)
         self.windows = self.steps = self.rows = 0
         self._others: list[str] = []
@@ -233,7 +233,7 @@ class Step:
 
     def _accumulate(self, batch: Any, mine: Sequence[Tensor], gradients: GradientAccumulator) -> Pending:
         size, loss, rest = self.micro_batch_size, self.loss_fn, self.options
-        if isinstance(loss, Coupled):
+        if isinstance(loss, CoupledLoss):
             return accumulate_coupled(self.model, loss, batch, size, gradients, scaler=self.scaler, also=mine, **rest)
         return accumulate(self.model, loss, batch, size, gradients, scaler=self.scaler, also=mine, **rest)
 

@@ -213,8 +213,8 @@ OWN = (
 )  # fmt: skip
 
 
-def sum_over_its_own_count(model: nn.Module, batch: Any) -> wb.Mean:
-    return wb.Mean((model(batch.x) - batch.y).square().sum(), batch.n)
+def sum_over_its_own_count(model: nn.Module, batch: Any) -> wb.LossSum:
+    return wb.LossSum((model(batch.x) - batch.y).square().sum(), batch.n)
 
 
 @pytest.mark.parametrize("size", [1, 4, 7, 10])

@@ -38,7 +38,7 @@ class Attention(nn.Module):
         return self.head(F.scaled_dot_product_attention(query, key, value, attn_mask=seen))
 
 
-def loss_fn(model: nn.Module, batch: dict[str, Tensor]) -> wb.Mean:
+def loss_fn(model: nn.Module, batch: dict[str, Tensor]) -> wb.LossSum:
     inputs = {key: batch[key] for key in batch if key != "labels"}
     return wb.losses.token_classification(model(**inputs), batch["labels"])
 

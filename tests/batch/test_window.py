@@ -338,7 +338,7 @@ def test_a_micro_batch_without_countable_rows_counts_and_runs(given: Any) -> Non
     assert [micro_batch.load() for micro_batch in micro_batches_of(window)][1] is given
     model, ran = torch.nn.Linear(1, 1), []
 
-    def loss(model: torch.nn.Module, micro_batch: Any) -> wb.Mean:
+    def loss(model: torch.nn.Module, micro_batch: Any) -> wb.LossSum:
         ran.append(micro_batch)
         return wb.mean(model(torch.ones(2, 1)))
 
@@ -362,7 +362,7 @@ def test_nested_tensors_are_cut_by_the_lengths_that_they_know(layout: Any, packe
         lengths[row] for row in micro_batches[0].index
     ]
 
-    def loss(model: torch.nn.Module, micro_batch: Any) -> wb.Mean:
+    def loss(model: torch.nn.Module, micro_batch: Any) -> wb.LossSum:
         return wb.mean(torch.cat([model(row).square() for row in micro_batch["x"].unbind()]))
 
     model = torch.nn.Linear(5, 1).double()

@@ -388,7 +388,7 @@ def test_a_first_micro_batch_with_hardly_any_items_bends_no_gradient_that_waits(
     weights = torch.ones(40, dtype=torch.float64)
     weights[first:8] = 0
 
-    def weighted(net: nn.Module, batch: Any) -> wb.Mean:
+    def weighted(net: nn.Module, batch: Any) -> wb.LossSum:
         return wb.mean(values(net, batch["x"]), batch["w"])
 
     def plain(net: nn.Module, batch: Any) -> torch.Tensor:

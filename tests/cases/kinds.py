@@ -256,7 +256,7 @@ class FocalByPositives(Rows):
         return doubt.square() * F.binary_cross_entropy_with_logits(logits, truth, reduction="none")
 
     def loss(self, model: nn.Module, rows: Any) -> Any:
-        return wb.Mean(self.values(model, rows).sum(), rows[1].sum())
+        return wb.LossSum(self.values(model, rows).sum(), rows[1].sum())
 
     def share(self, model: nn.Module, rows: Any) -> torch.Tensor:
         return self.values(model, rows).sum() / rows[1].sum().clamp(min=1)

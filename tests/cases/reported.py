@@ -46,7 +46,7 @@ class TokenMeans(Situation):
         return {
             "mean": self.loss,
             "from_mean": lambda model, ids: wb.from_mean(self.usual(model, ids), items=len(ids) - 1),
-            "sums": lambda model, ids: wb.Mean(self.values(model, ids).sum(), len(ids) - 1),
+            "sums": lambda model, ids: wb.LossSum(self.values(model, ids).sum(), len(ids) - 1),
             "causal_lm": lambda model, ids: wb.losses.causal_lm(model(ids[None]), ids[None]),
             "masked": self._masked,
         }
@@ -258,7 +258,7 @@ class TokensAndSequences(Situation):
 
     def _sums(self, model: nn.Module, sequences: list[torch.Tensor]) -> Any:
         tokens, balance = model(sequences)
-        return wb.Mean(tokens.sum(), len(tokens)) + wb.Mean(0.1 * balance.sum(), len(balance))
+        return wb.LossSum(tokens.sum(), len(tokens)) + wb.LossSum(0.1 * balance.sum(), len(balance))
 
 
 class RoutedModel(nn.Module):

@@ -91,7 +91,7 @@ def stepped_over_shards() -> Any:
     step = wb.Step(
         model,
         torch.optim.SGD(model.parameters(), lr=0.1),
-        wb.Coupled(encode, apart(model), gather=True),
+        wb.CoupledLoss(encode, apart(model), gather=True),
         micro_batch_size=2,
         max_grad_norm=0.01,
     )

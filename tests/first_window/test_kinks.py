@@ -51,8 +51,8 @@ KINKS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def with_kink(kink: Callable[[Tensor], Tensor]) -> Callable[[Any, Any], wb.Mean]:
-    def loss_fn(model: Any, batch: Any) -> wb.Mean:
+def with_kink(kink: Callable[[Tensor], Tensor]) -> Callable[[Any, Any], wb.LossSum]:
+    def loss_fn(model: Any, batch: Any) -> wb.LossSum:
         out = model(batch["x"])
         loss = F.cross_entropy(out, batch["y"]) + 0.5 * kink(out.square())
         return wb.from_mean(loss, items=len(out))
@@ -96,7 +96,7 @@ def in_a_metric(model: Any, batch: Any) -> Any:
     return wb.mean(values), {"excess": wb.mean(F.relu(values.mean() - 5.0).detach().expand(len(values)))}
 
 
-def guarded(model: Any, batch: Any) -> wb.Mean:
+def guarded(model: Any, batch: Any) -> wb.LossSum:
     """A mean by a mask, which may leave nothing."""
     values, mask = model(batch["x"]).square().mean(1), batch["y"] > 0
     count = mask.sum()
@@ -112,7 +112,7 @@ def test_kinks_of_a_row_of_parameters_and_of_metrics_are_right(loss_fn: Callable
 def test_a_choice_by_comparison_is_said() -> None:
     """Which Python makes, so that the graph holds nothing of what was not chosen."""
 
-    def loss_fn(model: Any, batch: Any) -> wb.Mean:
+    def loss_fn(model: Any, batch: Any) -> wb.LossSum:
         out = model(batch["x"])
         return wb.from_mean(F.cross_entropy(out, batch["y"]) + max(out.square().mean(), 1e-9), items=len(out))
 

@@ -69,7 +69,7 @@ def noisy(model: Any, batch: Any) -> Tensor:
     return (model(x + torch.randn_like(x) * times)[:, 0] - 1).square()
 
 
-def uneven(model: Any, batch: Any) -> wb.Mean:
+def uneven(model: Any, batch: Any) -> wb.LossSum:
     return wb.mean(losses(model, batch), batch["y"] > 0)
 
 
@@ -326,7 +326,7 @@ def test_time_on_the_first_dimension_of_a_ready_made_micro_batch_passes() -> Non
     recurrent = nn.LSTM(5, 3).double()
     window = wb.Window([torch.randn(7, 4, 5, dtype=D) for _ in range(3)])
 
-    def last(model: Any, x: Tensor) -> wb.Mean:
+    def last(model: Any, x: Tensor) -> wb.LossSum:
         return wb.mean(model(x)[0].square())
 
     assert "second dimension" in wb.backward(recurrent, last, window).verified
@@ -410,7 +410,7 @@ def test_what_clips_each_row_needs_the_number_of_items_beforehand(clip: Callable
     assert_differs(model, reference)
 
 
-def tokens_as_rows(model: Any, batch: Any) -> wb.Mean:
+def tokens_as_rows(model: Any, batch: Any) -> wb.LossSum:
     """A mean over the labels that count, stated as one over rows."""
     each = model(batch["x"]).square()[..., 0]
     return wb.from_mean((each * batch["mask"]).sum() / batch["mask"].sum(), items=len(batch["x"]))
@@ -542,7 +542,7 @@ def test_another_criterion_is_proven_anew() -> None:
 
 
 def test_labels_that_are_ignored_for_the_first_time_are_looked_at_again() -> None:
-    def halves(model: Any, batch: Any) -> wb.Mean:
+    def halves(model: Any, batch: Any) -> wb.LossSum:
         return wb.from_mean(F.cross_entropy(model(batch["x"]), batch["y"]), items=len(batch["y"]))
 
     model, batch = linear(), rows()
@@ -552,7 +552,7 @@ def test_labels_that_are_ignored_for_the_first_time_are_looked_at_again() -> Non
         wb.backward(model, halves, batch, 8)
 
 
-def masked_as_rows(model: Any, batch: Any) -> wb.Mean:
+def masked_as_rows(model: Any, batch: Any) -> wb.LossSum:
     each = model(batch["x"]).square()[..., 0]
     return wb.from_mean((each * batch["mask"]).sum() / batch["mask"].sum(), items=len(batch["x"]))
 
@@ -712,17 +712,17 @@ def test_what_only_a_trial_warns_of_is_not_heard(action: Any) -> None:
 def test_a_part_without_items_whose_loss_is_no_zero_is_told() -> None:
     """Its mean is over ``max(n, 1)``, so that it says something of what is not counted."""
 
-    def floored(model: Any, batch: Any) -> wb.Mean:
+    def floored(model: Any, batch: Any) -> wb.LossSum:
         values, count = losses(model, batch), (batch["y"] == 1).sum()
         return wb.from_mean(values.sum() / count.clamp(min=1), items=count)
 
     model, batch = linear(), rows(12)
     batch["y"] = torch.arange(12) // 5  # the first five and the last two have none
-    with pytest.raises(InexactError, match=r"states 0 items.*wb\.Mean\(total, n\)"):
+    with pytest.raises(InexactError, match=r"states 0 items.*wb\.LossSum\(total, n\)"):
         wb.backward(model, floored, batch, 4)
     reference = whole_batch(model, lambda m, b: losses(m, b).sum() / (b["y"] == 1).sum(), batch)
     wb.backward(model, floored, batch, 4, verify="never")
     assert_differs(model, reference)
     model.zero_grad()
-    wb.backward(model, lambda m, b: wb.Mean(losses(m, b).sum(), (b["y"] == 1).sum()), batch, 4)
+    wb.backward(model, lambda m, b: wb.LossSum(losses(m, b).sum(), (b["y"] == 1).sum()), batch, 4)
     assert_same_gradient(model, reference)

@@ -309,7 +309,7 @@ def test_a_loss_without_items_gives_zeros_and_no_step() -> None:
         assert gradient is None or not gradient.any(), name
     before = copy.deepcopy(model.state_dict())
     sgd = torch.optim.SGD(model.parameters(), lr=1.0, weight_decay=0.1)
-    result = wb.Step(model, sgd, wb.Coupled(encode, weightless), micro_batch_size=4)(rows())
+    result = wb.Step(model, sgd, wb.CoupledLoss(encode, weightless), micro_batch_size=4)(rows())
     assert not result.stepped and "no items" in str(result.reason)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
@@ -318,7 +318,7 @@ def test_no_items_are_zeros_even_where_the_loss_is_no_number() -> None:
     model = net()
 
     def undefined(left: torch.Tensor, right: torch.Tensor) -> Any:
-        return wb.Mean((left - right).sum() * float("nan"), 0)
+        return wb.LossSum((left - right).sum() * float("nan"), 0)
 
     wb.coupled_backward(model, encode, undefined, rows(), micro_batch_size=4)
     assert all(gradient is None or not gradient.any() for gradient in gradients_of(model).values())
@@ -336,7 +336,7 @@ def test_options_without_a_meaning_for_all_rows_are_refused_before_anything_runs
         wb.coupled_backward(model, noted, contrast(model), rows(), micro_batch_size=4, **options)
     sgd = torch.optim.SGD(model.parameters(), lr=1.0)
     with pytest.raises((TypeError, ValueError), match=f"Leave {next(iter(options))}= out"):
-        wb.Step(model, sgd, wb.Coupled(noted, contrast(model)), micro_batch_size=4, **options)
+        wb.Step(model, sgd, wb.CoupledLoss(noted, contrast(model)), micro_batch_size=4, **options)
     assert not calls
     wb.coupled_backward(model, noted, contrast(model), rows(), micro_batch_size=4, items=None, sync="last")
 
@@ -445,7 +445,7 @@ def test_auto_ends_where_one_row_does_not_fit() -> None:
 def test_steps_on_a_loss_over_all_rows_train_as_on_the_whole_batch() -> None:
     model, whole, pair = net(), net(), rows()
     ours, theirs = (torch.optim.Adam(each.parameters(), lr=0.01) for each in (model, whole))
-    step = wb.Step(model, ours, wb.Coupled(TOWERS, contrast(model)), micro_batch_size=3, max_grad_norm=0.5)
+    step = wb.Step(model, ours, wb.CoupledLoss(TOWERS, contrast(model)), micro_batch_size=3, max_grad_norm=0.5)
     for _ in range(4):
         result = step(pair)
         theirs.zero_grad()

@@ -33,7 +33,7 @@ class Counted(nn.Module):
         return out
 
 
-def one(model: nn.Module, batch: tuple[Tensor, Tensor]) -> wb.Mean:
+def one(model: nn.Module, batch: tuple[Tensor, Tensor]) -> wb.LossSum:
     return wb.mean(model(batch[0]).square().mean(1), batch[1])
 
 
@@ -174,7 +174,7 @@ def padded(lengths: list[int]) -> Tensor:
     return torch.tensor([[float(place < length) for place in range(max(lengths))] for length in lengths])
 
 
-def by_length(model: nn.Module, mask: Tensor) -> wb.Mean:
+def by_length(model: nn.Module, mask: Tensor) -> wb.LossSum:
     return wb.mean(model(mask[..., None]).squeeze(-1).square(), mask)
 
 
@@ -386,7 +386,7 @@ def test_no_items_at_all_write_zeros_even_where_counts_stay_on_the_device(monkey
     monkeypatch.setattr("wholebatch.loss.terms.plain_count", kept)
     model = Counted()
 
-    def poisoned(model: nn.Module, batch: tuple[Tensor, Tensor]) -> wb.Mean:
+    def poisoned(model: nn.Module, batch: tuple[Tensor, Tensor]) -> wb.LossSum:
         return wb.mean(model(batch[0]).mean(1) * float("nan"), batch[1].double())
 
     result = wb.backward(model, poisoned, (ROWS, torch.zeros(11)), 3)

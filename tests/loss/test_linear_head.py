@@ -65,8 +65,8 @@ def plain(model: Any, batch: Any, **options: Any) -> Tensor:
     return total
 
 
-def ours(**options: Any) -> Callable[[Any, Any], wb.Mean]:
-    def loss(model: Any, batch: Any) -> wb.Mean:
+def ours(**options: Any) -> Callable[[Any, Any], wb.LossSum]:
+    def loss(model: Any, batch: Any) -> wb.LossSum:
         return linear_cross_entropy(
             model(batch["tokens"]), model.head.weight, batch["labels"], model.head.bias, **options
         )
@@ -141,7 +141,7 @@ def test_a_causal_head_shifts_its_labels_once(shifted: bool, weighted: bool) -> 
     if shifted:
         rows["labels"] = F.pad(rows["labels"], (0, 1), value=-100)[:, 1:]
 
-    def loss(model: Any, batch: Any) -> wb.Mean:
+    def loss(model: Any, batch: Any) -> wb.LossSum:
         name = "shift_labels" if shifted else "labels"
         return causal_lm_head(
             model(batch["tokens"]), model.head.weight, **{name: batch["labels"]}, class_weight=weight, memory=5 * ROW

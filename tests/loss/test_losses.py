@@ -39,7 +39,7 @@ def test_labels_of_every_type_are_numbers_of_classes(
         "label_smoothing": smoothing,
     }
 
-    def loss(model: nn.Module, batch: Any) -> wb.Mean:
+    def loss(model: nn.Module, batch: Any) -> wb.LossSum:
         return wb.losses.cross_entropy(model(batch[0]), batch[1], **options)
 
     reference = whole_batch(
@@ -107,7 +107,7 @@ def test_a_label_that_is_no_class_is_named_with_the_argument_that_ignores_it(
     labels[3:] = 255
     model, weight = nn.Linear(4, 3), torch.ones(3) if weighted else None
 
-    def loss(model: nn.Module, batch: Any) -> wb.Mean:
+    def loss(model: nn.Module, batch: Any) -> wb.LossSum:
         logits = model(batch[0])
         logits = logits if batch[1].dim() == 1 else logits[..., None].expand(-1, -1, 2)
         return wb.losses.cross_entropy(logits, batch[1], weight)

@@ -37,7 +37,7 @@ def masked(model: nn.Module, batch: Any) -> Any:
 def by_positives(model: nn.Module, batch: Any) -> Any:
     """A sum over all places, divided by those that count: a micro-batch without any has a gradient all the same."""
     losses = F.cross_entropy(logits_of(model, batch[0]).transpose(1, 2), batch[1].clamp(min=0), reduction="none")
-    return wb.Mean(losses.sum(), (batch[1] >= 0).sum())
+    return wb.LossSum(losses.sum(), (batch[1] >= 0).sum())
 
 
 def empty_rows(*empty: int) -> Tensor:

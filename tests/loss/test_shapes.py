@@ -289,7 +289,7 @@ LEFT_ALONE: dict[str, tuple[Loss, Loss]] = {
         lambda model, batch: F.cross_entropy(model(batch["ids"]).transpose(1, 2), batch["labels"]),
     ),
     "all of them on purpose": (
-        lambda model, batch: wb.Mean(of_tokens(model, batch).sum(), batch["labels"].numel()),
+        lambda model, batch: wb.LossSum(of_tokens(model, batch).sum(), batch["labels"].numel()),
         lambda model, batch: of_tokens(model, batch).mean(),
     ),
     "another ignored number": (

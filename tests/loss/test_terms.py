@@ -16,7 +16,7 @@ from wholebatch.loss.terms import read
 VALUES = torch.tensor([[1.0, 2.0, 4.0], [8.0, 16.0, 32.0]])
 
 
-def sums(term: wb.Mean) -> tuple[float, float]:
+def sums(term: wb.LossSum) -> tuple[float, float]:
     return float(term.total), float(term.count)
 
 
@@ -120,9 +120,9 @@ def test_a_tensor_without_dimensions_is_answered_with_the_forms() -> None:
         (lambda: wb.mean(VALUES, torch.ones(3)), r"\(3,\) do not fit values of shape \(2, 3\)"),
         (lambda: wb.mean(VALUES, torch.ones(2, requires_grad=True)), "detach"),
         (lambda: wb.mean(VALUES, 2.0), "float 2.0"),  # type: ignore[arg-type]
-        (lambda: wb.Mean(VALUES, 6), r"total has shape \(2, 3\)"),
-        (lambda: wb.Mean(VALUES.sum(), torch.ones(2)), r"shape \(2,\)"),
-        (lambda: wb.Mean(VALUES.sum(), torch.tensor(6.0, requires_grad=True)), "detach"),
+        (lambda: wb.LossSum(VALUES, 6), r"total has shape \(2, 3\)"),
+        (lambda: wb.LossSum(VALUES.sum(), torch.ones(2)), r"shape \(2,\)"),
+        (lambda: wb.LossSum(VALUES.sum(), torch.tensor(6.0, requires_grad=True)), "detach"),
         (lambda: wb.from_mean(VALUES, items=6), r"shape \(2, 3\)"),
         (lambda: wb.mean(VALUES) + VALUES.sum(), r"wb\.once"),
         (lambda: wb.mean(VALUES) + 1.0, r"wb\.total"),

@@ -146,7 +146,7 @@ def test_a_batch_can_be_planned_in_tokens() -> None:
     def collate(rows: list[Tensor]) -> Tensor:
         return nn.utils.rnn.pad_sequence(rows, batch_first=True)
 
-    def loss(model: nn.Module, ids: Tensor) -> wb.Mean:
+    def loss(model: nn.Module, ids: Tensor) -> wb.LossSum:
         return wb.mean(model(ids).square().mean(-1), ids != 0)
 
     found = plan(model, loss, samples, tokens=wb.Tokens(4096), collate=collate)

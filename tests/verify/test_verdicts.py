@@ -334,7 +334,7 @@ def test_a_number_of_all_rows_that_goes_along_is_a_miscount() -> None:
     batch = Answering(x=inputs, y=targets, mask=mask, kept=int(mask.sum()))
 
     def loss_fn(model: nn.Module, batch: Any) -> Any:
-        return wb.Mean((cross_entropy(model, (batch.x, batch.y)) * batch.mask).sum(), batch.kept)
+        return wb.LossSum((cross_entropy(model, (batch.x, batch.y)) * batch.mask).sum(), batch.kept)
 
     report = wb.check(nn.Linear(8, 3), loss_fn, batch, 5)
     assert rules(report) == ["items-do-not-add-up"]
@@ -379,7 +379,7 @@ def test_a_model_in_which_nothing_normalises_needs_no_graph_under_exact_batch_no
 def test_the_first_window_and_a_check_name_a_cause_in_the_same_words() -> None:
     model, rows = nn.Linear(3, 2).double(), torch.randn(13, 3, dtype=torch.float64)
 
-    def miscounted(model: nn.Module, x: Tensor) -> wb.Mean:
+    def miscounted(model: nn.Module, x: Tensor) -> wb.LossSum:
         return wb.from_mean(model(x).square().mean(), items=1)
 
     with pytest.raises(wb.InexactError) as refused:

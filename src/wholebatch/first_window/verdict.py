@@ -259,7 +259,7 @@ class Judge:
             return (
                 f"A part of {_rows(sample)} ({sample.sizes}) states 0 items for the term {key[0]!r}, so it counts for "
                 "nothing, and without it the whole is another. Where the sum is divided by a number that has a floor, "
-                "as max(n, 1), return the two sums: wb.Mean(total, n). Or else: " + reasons.MEETING.why
+                "as max(n, 1), return the two sums: wb.LossSum(total, n). Or else: " + reasons.MEETING.why
             )
         return ""
 

@@ -34,7 +34,7 @@ from wholebatch.gradient.two_pass import Encode, EncodedMicroBatch, EncoderPass,
 from wholebatch.loss.denominators import Provisional
 from wholebatch.loss.earlier import leave
 from wholebatch.loss.seeds import BackwardSeeds
-from wholebatch.loss.terms import Mean, ParsedLoss, read
+from wholebatch.loss.terms import LossSum, ParsedLoss, read
 from wholebatch.loss.totals import LossAccumulator, LossTotals, Sizes
 from wholebatch.model.gradients import GradientAccumulator, all_or_nothing, external_parameters
 from wholebatch.model.memory import is_out_of_memory, release, too_few_rows, words_of
@@ -46,7 +46,7 @@ from wholebatch.ranks.gathering import everyone
 
 
 @dataclass(frozen=True)
-class Coupled:
+class CoupledLoss:
     """A loss over all rows as one thing, for :class:`wholebatch.Step` in the place of a loss function.
 
     Args:
@@ -57,7 +57,7 @@ class Coupled:
     Example:
         >>> model = torch.nn.Linear(3, 2)
         >>> sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-        >>> spread = wb.Coupled(lambda model, x: model(x), lambda z: torch.pdist(z).mean())
+        >>> spread = wb.CoupledLoss(lambda model, x: model(x), lambda z: torch.pdist(z).mean())
         >>> wb.Step(model, sgd, spread, micro_batch_size=4)(torch.randn(10, 3)).stepped
         True
     """
@@ -122,7 +122,7 @@ def coupled_backward(
         >>> wb.coupled_backward(model, lambda model, x: model(x), spread, rows, micro_batch_size=4).micro_batches
         3
     """
-    loss = Coupled(encode, loss_fn, gather)
+    loss = CoupledLoss(encode, loss_fn, gather)
 
     def work(gradients: GradientAccumulator) -> Result:
         pending = accumulate_coupled(model, loss, batch, micro_batch_size, gradients, scaler=scaler, **options)
@@ -134,7 +134,7 @@ def coupled_backward(
 
 def accumulate_coupled(
     model: nn.Module,
-    loss: Coupled,
+    loss: CoupledLoss,
     batch: Any,
     micro_batch_size: Size,
     gradients: GradientAccumulator,
@@ -172,7 +172,7 @@ def accumulate_coupled(
     return _fitting(micro_batch_size, run, State(info), gradients)
 
 
-def _refuse_no_functions(loss: Coupled) -> None:
+def _refuse_no_functions(loss: CoupledLoss) -> None:
     for name, function in [*(("encode", each) for each in loss.encoders), ("loss_fn", loss.loss_fn)]:
         if not callable(function):
             raise TypeError(
@@ -236,7 +236,7 @@ class _Coupled:
     def __init__(
         self,
         setup: Setup,
-        loss: Coupled,
+        loss: CoupledLoss,
         micro_batches: Sequence[MicroBatch],
         order: Sequence[int] | None,
         gradients: GradientAccumulator,
@@ -290,7 +290,7 @@ class _Coupled:
         with self.ranks.local():
             returned = self.loss_fn(*arguments)
         if isinstance(returned, Tensor) and returned.dim() == 0:
-            returned = Mean(returned, 1.0)
+            returned = LossSum(returned, 1.0)
         tally = LossAccumulator()
         return tally, tally.add(read(returned, rows=1))
 

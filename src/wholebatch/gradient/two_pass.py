@@ -14,7 +14,7 @@ from wholebatch.batch.tree import rows_of
 from wholebatch.batch.window import MicroBatch
 from wholebatch.batchnorm import window_for
 from wholebatch.errors import InexactError, LossError, SplitError
-from wholebatch.loss.terms import Mean, total
+from wholebatch.loss.terms import LossSum, total
 from wholebatch.model.inspection import ModelInfo
 from wholebatch.model.state import State
 from wholebatch.options import Options
@@ -116,10 +116,10 @@ def _refuse_other_rows(said: Tensor, rows: int) -> None:
     )
 
 
-def summed(encoders: Sequence[Encode]) -> Callable[[Any, Any], Mean | None]:
+def summed(encoders: Sequence[Encode]) -> Callable[[Any, Any], LossSum | None]:
     """Make a loss of what encoders return that is a sum over rows exactly if each row is encoded by itself."""
 
-    def sums(model: Any, micro_batch: Any) -> Mean | None:
+    def sums(model: Any, micro_batch: Any) -> LossSum | None:
         said = [leaf for encode in encoders for leaf in pytree.tree_leaves(encode(model, micro_batch))]
         floats = [leaf for leaf in said if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.dim()]
         if not floats:

@@ -21,7 +21,7 @@ from wholebatch.integrations.infer_denominator import HOW_TO_STATE, Count, Count
 from wholebatch.integrations.moe_balance import Balance, load_of
 from wholebatch.integrations.recognition import Question, Reading, Recognition
 from wholebatch.integrations.side_effects import Kept
-from wholebatch.loss.terms import Mean, ParsedLoss, from_mean, read, total
+from wholebatch.loss.terms import LossSum, ParsedLoss, from_mean, read, total
 from wholebatch.model.state import State
 
 GIVEN = 4
@@ -201,7 +201,7 @@ class Meaning:
             return read(loss, rows=1)
         return None if items is None else read(self._of_number(loss, inputs, items), rows=1)
 
-    def _of_number(self, loss: Tensor, inputs: Inputs, items: Tensor | None) -> Mean:
+    def _of_number(self, loss: Tensor, inputs: Inputs, items: Tensor | None) -> LossSum:
         if self._items is None and self._counter(inputs).kind == "one":
             return total(loss)
         return from_mean(loss, 0.0 if items is None else items)

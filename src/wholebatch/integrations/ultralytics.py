@@ -19,7 +19,7 @@ from ultralytics.utils.loss import E2ELoss, v8ClassificationLoss, v8DetectionLos
 import wholebatch as wb
 from wholebatch.batch.window import Window
 from wholebatch.errors import InexactError
-from wholebatch.loss.terms import Mean, from_mean, total
+from wholebatch.loss.terms import LossSum, from_mean, total
 from wholebatch.model.state import State
 from wholebatch.options import Options
 
@@ -168,11 +168,11 @@ def _terms(criterion: Any, preds: Any, batch: dict[str, Any], images: int, few: 
             "one": (criterion.one2one, preds["one2one"], criterion.o2o),
         }
     terms: dict[str, Any] = {}
-    metrics: dict[str, Mean] = {}
+    metrics: dict[str, LossSum] = {}
     for name, (branch, predictions, weight) in branches.items():
         loss, scores, items = _branch(branch, predictions, batch)
-        terms[name] = images * weight * (total(loss) if name in few else Mean(loss, scores))
-        metrics = {item: Mean(value * scores.clamp(min=1), scores) for item, value in items.items()}
+        terms[name] = images * weight * (total(loss) if name in few else LossSum(loss, scores))
+        metrics = {item: LossSum(value * scores.clamp(min=1), scores) for item, value in items.items()}
     return terms, metrics
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from wholebatch.errors import InexactError, LossError
 from wholebatch.loss.counts import Count, power_of_two, precise
 from wholebatch.loss.graphs import values_summed
-from wholebatch.loss.terms import Mean, ParsedLoss, TermKey
+from wholebatch.loss.terms import LossSum, ParsedLoss, TermKey
 from wholebatch.loss.totals import KNOWN, LossTotals
 
 Divisors = dict[TermKey, Count]
@@ -111,7 +111,7 @@ class Provisional(Denominators):
         correction, self._correction = self._correction, 1.0
         return correction
 
-    def _guess(self, term: Mean, extent: float, first: bool) -> None:
+    def _guess(self, term: LossSum, extent: float, first: bool) -> None:
         count = term.count
         if isinstance(count, Tensor):
             if first:  # a device is not asked: its first micro-batch has to do
@@ -128,7 +128,7 @@ class Provisional(Denominators):
         ):
             self._number, self._correction = guess, number / guess
 
-    def _most(self, term: Mean, extent: float) -> float:
+    def _most(self, term: LossSum, extent: float) -> float:
         """What is divided by while nothing has been counted."""
         return max(_places(term) * extent, self._extent)
 
@@ -253,7 +253,7 @@ def _same_answers(before: LossTotals, now: LossTotals) -> None:
             )
 
 
-def _places(term: Mean) -> float:
+def _places(term: LossSum) -> float:
     """How many items a micro-batch could have had: as many as there are weights or labels, or values in its sum."""
     given = term.source.numel() if isinstance(term.source, Tensor) else 1
     return float(given if given > 1 else values_summed(term) or 1)

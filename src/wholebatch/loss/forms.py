@@ -11,7 +11,7 @@ from wholebatch.errors import LossError
 from wholebatch.loss.counts import Count
 from wholebatch.loss.flags import Flags
 from wholebatch.loss.graphs import ignored_targets
-from wholebatch.loss.terms import Mean, ParsedLoss, TermKey
+from wholebatch.loss.terms import LossSum, ParsedLoss, TermKey
 
 CLOSE = {torch.float64: 1e-9}
 """How far apart, relative, a value that exists once may come out in two micro-batches, where not 1e-5."""
@@ -47,7 +47,7 @@ class Forms:
                 for some in ignored_targets(term):
                     self.flags.add(some, partial(_ignored, key, term.count))
 
-    def compare(self, key: TermKey, first: Tensor, term: Mean) -> None:
+    def compare(self, key: TermKey, first: Tensor, term: LossSum) -> None:
         """Look whether a value that exists once per batch is the same in another micro-batch.
 
         Raises:
@@ -75,7 +75,7 @@ class Forms:
         )
 
 
-def _kind(term: Mean) -> str:
+def _kind(term: LossSum) -> str:
     return "shape" if term.kind == "bare" else term.kind
 
 
@@ -113,5 +113,5 @@ def _ignored(key: TermKey, count: Count) -> str:
         f"The loss values of the term {key[0]!r} are a cross entropy with ignored targets, for which "
         f'reduction="none" gives zeros: their mean over all {float(count):g} values would count these in. Use '
         "wb.losses.cross_entropy(logits, labels), or wb.mean(values, labels != ignore_index). To divide by all of them "
-        "on purpose: wb.Mean(values.sum(), values.numel())."
+        "on purpose: wb.LossSum(values.sum(), values.numel())."
     )

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from wholebatch.loss.terms import Mean
+from wholebatch.loss.terms import LossSum
 
 FAR = 64
 """How many nodes are looked at: what makes the values of a loss stands near its end."""
@@ -27,7 +27,7 @@ MEETING = {
 """Operations after which a first dimension that was not there before is made of what stood in several rows."""
 
 
-def values_come_by_rows(term: Mean) -> bool:
+def values_come_by_rows(term: LossSum) -> bool:
     """Tell whether a term's values still have, place by place, the rows that a layer with parameters worked on.
 
     Values of some number of classes or features come out of an operation that has met all rows: a mean, a variance, a
@@ -36,12 +36,12 @@ def values_come_by_rows(term: Mean) -> bool:
     return any(len(shape) > 1 and _uses_parameters(node) for node, shape in _of_as_many_rows(term))
 
 
-def values_are_chosen(term: Mean) -> bool:
+def values_are_chosen(term: LossSum) -> bool:
     """Tell whether a mask has chosen the rows of a term's values, so that any number of them is right."""
     return any(_chooses(node) for node, _ in _of_as_many_rows(term))
 
 
-def values_are_made_of_many_rows(term: Mean) -> bool:
+def values_are_made_of_many_rows(term: LossSum) -> bool:
     """Tell whether the operation that gave a term's values their number did so by joining, ordering or turning rows.
 
     Joining tokens to one long dimension, stacking views and choosing by a mask are none of these.
@@ -49,7 +49,7 @@ def values_are_made_of_many_rows(term: Mean) -> bool:
     return any(_kind(node) in MEETING and not _goes_on(node, shape) for node, shape in _of_as_many_rows(term))
 
 
-def ignored_targets(term: Mean) -> Iterator[Tensor]:
+def ignored_targets(term: LossSum) -> Iterator[Tensor]:
     """Yield, for every cross entropy that made a term's values, whether one of its targets is ignored.
 
     Torch gives 0 for an ignored target when it does not reduce, and a plain mean counts these zeros in. What has been
@@ -69,18 +69,18 @@ def ignored_targets(term: Mean) -> Iterator[Tensor]:
             yield target.eq(ignored - 2**64 if ignored >= 2**63 else ignored).any()
 
 
-def values_summed(term: Mean) -> int:
+def values_summed(term: LossSum) -> int:
     """Count the values that a term's total is the sum of; 0 if it was made in another way."""
     shapes = [_shape(node) for node in _before_the_sum(term)]
     return math.prod(shapes[0]) if shapes and shapes[0] is not None else 0
 
 
-def _of_as_many_rows(term: Mean) -> Iterator[tuple[Node, torch.Size]]:
+def _of_as_many_rows(term: LossSum) -> Iterator[tuple[Node, torch.Size]]:
     rows = term.source[0] if isinstance(term.source, torch.Size) and term.source else -1
     return _walk(term, lambda node, shape: len(shape) > 0 and shape[0] == rows)
 
 
-def _walk(term: Mean, follows: Callable[[Node, torch.Size], bool]) -> Iterator[tuple[Node, torch.Size]]:
+def _walk(term: LossSum, follows: Callable[[Node, torch.Size], bool]) -> Iterator[tuple[Node, torch.Size]]:
     """Yield the nodes below a term's sum whose results have a fitting shape, as long as they follow one another."""
     nodes = _before_the_sum(term)
     seen = set(nodes)
@@ -95,7 +95,7 @@ def _walk(term: Mean, follows: Callable[[Node, torch.Size], bool]) -> Iterator[t
             nodes += new
 
 
-def _before_the_sum(term: Mean) -> list[Node]:
+def _before_the_sum(term: LossSum) -> list[Node]:
     """List what was summed to make a term's total; nothing if it was made in another way."""
     end = term.total.grad_fn
     while end is not None and _kind(end) in ("View", "ToCopy"):  # a sum that was given by hand, or a half's

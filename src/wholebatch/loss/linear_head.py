@@ -15,7 +15,7 @@ from wholebatch.amounts import bytes_in
 from wholebatch.errors import LossError
 from wholebatch.loss.head import HeadLoss, Targets, TokenLoss, wide_of
 from wholebatch.loss.labels import as_classes, known, same_shape, shifted
-from wholebatch.loss.terms import Mean, describe, floating
+from wholebatch.loss.terms import LossSum, describe, floating
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -60,7 +60,7 @@ def linear_cross_entropy(
     scale: float = 1.0,
     z_loss: float = 0.0,
     memory: int | str | None = None,
-) -> Mean:
+) -> LossSum:
     """Average the cross entropy of a linear head over the labels that count, without ever holding all logits.
 
     The mean is that of ``cross_entropy(F.linear(hidden, weight, bias), labels, class_weight)``, of its value as of its
@@ -119,7 +119,7 @@ def linear_cross_entropy(
     targets = Targets(safe, counted.to(wide), weights, by_class)
     total = HeadLoss.apply(how, hidden.flatten(0, -2), weight, bias, *targets)  # type: ignore[no-untyped-call]
     count = counted.sum() if class_weight is None else weights.sum()
-    return Mean(total, count, kind="labels" if class_weight is None else "weighted labels", source=labels)
+    return LossSum(total, count, kind="labels" if class_weight is None else "weighted labels", source=labels)
 
 
 def causal_lm_head(
@@ -130,7 +130,7 @@ def causal_lm_head(
     *,
     shift_labels: Tensor | None = None,
     **options: Unpack[HeadOptions],
-) -> Mean:
+) -> LossSum:
     """Average next-token cross entropy over every supervised token, from hidden states and the head's weight.
 
     :func:`causal_lm` of ``F.linear(hidden, weight, bias)``, in the memory of :func:`linear_cross_entropy`.
@@ -156,7 +156,7 @@ def causal_lm_head(
     source, targets = shifted(labels, shift_labels, options.get("ignore_index", -100), "causal_lm_head")
     term = linear_cross_entropy(hidden, weight, targets, bias, **options)
     kind = "shifted labels" if options.get("class_weight") is None else "weighted shifted labels"
-    return Mean(term.total, term.count, kind=kind, source=source)
+    return LossSum(term.total, term.count, kind=kind, source=source)
 
 
 def _fitting_head(hidden: Tensor, weight: Tensor, bias: Tensor | None, class_weight: Tensor | None) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from wholebatch.errors import LossError
 from wholebatch.loss.graphs import values_are_chosen, values_are_made_of_many_rows, values_come_by_rows
-from wholebatch.loss.terms import Mean, ParsedLoss
+from wholebatch.loss.terms import LossSum, ParsedLoss
 
 DEPTH = 6
 """How many containers inside of each other are looked through for masks and labels."""
@@ -67,7 +67,7 @@ class Shapes:
             if _stays(noted):
                 raise LossError(_refusal(noted[-1]))
 
-    def _note(self, key: object, term: Mean, rows: int, micro_batch: Any) -> None:
+    def _note(self, key: object, term: LossSum, rows: int, micro_batch: Any) -> None:
         new = _NotedValues(rows, _shape_of(term))
         same = self._rows.setdefault((key, new.shape), set())
         same.add(rows)
@@ -78,7 +78,7 @@ class Shapes:
         self._noted.setdefault(key, []).append(new)
 
 
-def _explained(term: Mean, noted: _NotedValues, micro_batch: Any) -> bool:
+def _explained(term: LossSum, noted: _NotedValues, micro_batch: Any) -> bool:
     """Look for what else makes the number right, the graph first: a mask on a device has to be waited for."""
     size = noted.shape[0]
     if values_are_chosen(term) or (noted.rows % size and values_come_by_rows(term)):
@@ -86,7 +86,7 @@ def _explained(term: Mean, noted: _NotedValues, micro_batch: Any) -> bool:
     return any(size == number for number in _numbers_in(micro_batch, DEPTH))
 
 
-def _shape_of(term: Mean) -> torch.Size:
+def _shape_of(term: LossSum) -> torch.Size:
     return term.source if isinstance(term.source, torch.Size) else torch.Size()
 
 

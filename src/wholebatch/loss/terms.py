@@ -44,11 +44,11 @@ OPERATORS = (Tensor.add, Tensor.sub, Tensor.mul, Tensor.div)
 class Terms:
     """A weighted sum of terms, as made by ``a + 0.1 * b``."""
 
-    def __init__(self, parts: Sequence[Mean]) -> None:
+    def __init__(self, parts: Sequence[LossSum]) -> None:
         self._parts = tuple(parts)
 
     @property
-    def parts(self) -> tuple[Mean, ...]:
+    def parts(self) -> tuple[LossSum, ...]:
         """The terms, in the order in which they were written."""
         return self._parts
 
@@ -125,7 +125,7 @@ class Terms:
 
 
 @dataclass(frozen=True, eq=False)
-class Mean(Terms):
+class LossSum(Terms):
     """State one term of the loss: its sum over this micro-batch and the items it is averaged over.
 
     The term of the whole batch is ``sum of total / sum of count`` over all micro-batches and ranks.
@@ -141,7 +141,7 @@ class Mean(Terms):
     Example:
         >>> import torch, wholebatch as wb
         >>> squares = torch.tensor([1.0, 4.0, 9.0])
-        >>> float(wb.Mean(squares.sum(), 3).value)
+        >>> float(wb.LossSum(squares.sum(), 3).value)
         4.666666507720947
     """
 
@@ -155,13 +155,13 @@ class Mean(Terms):
     def __post_init__(self) -> None:
         total = floating(self.total, "total")
         if total.numel() != 1:
-            raise LossError(f"Mean(total, count) takes sums: total has shape {tuple(total.shape)}. Use total.sum().")
+            raise LossError(f"LossSum(total, count) takes sums: total has shape {tuple(total.shape)}. Use total.sum().")
         object.__setattr__(self, "total", _wide(total.reshape(())))
         object.__setattr__(self, "source", self.count if self.source is None else self.source)
         object.__setattr__(self, "count", plain_count(self.count))
 
     @property
-    def parts(self) -> tuple[Mean, ...]:
+    def parts(self) -> tuple[LossSum, ...]:
         """This term alone."""
         return (self,)
 
@@ -177,7 +177,7 @@ class Mean(Terms):
         return kind, id(self.source) if isinstance(self.source, Tensor) else self.source, self.spread
 
 
-def mean(values: Tensor, weights: Tensor | None = None) -> Mean:
+def mean(values: Tensor, weights: Tensor | None = None) -> LossSum:
     """Average values over the whole batch: ``sum(weights * values) / sum(weights)``, or their plain mean.
 
     Args:
@@ -208,14 +208,14 @@ def mean(values: Tensor, weights: Tensor | None = None) -> Mean:
     return _term(_sum(chosen), plain_count(_sum(spread)), "weights", weights, each)
 
 
-def _term(total: Tensor, count: Count, kind: str, source: object, spread: int = 1) -> Mean:
+def _term(total: Tensor, count: Count, kind: str, source: object, spread: int = 1) -> LossSum:
     """Make a term of sums that need no check; it is made with every micro-batch, so it is made quickly."""
-    made = object.__new__(Mean)
+    made = object.__new__(LossSum)
     vars(made).update(total=total, count=count, weight=1.0, kind=kind, source=source, spread=spread)
     return made
 
 
-def total(values: Tensor) -> Mean:
+def total(values: Tensor) -> LossSum:
     """Add values up over the whole batch, over all ranks, without any denominator.
 
     Args:
@@ -229,7 +229,7 @@ def total(values: Tensor) -> Mean:
     return _term(_sum(floating(values, "values")), 1.0, "one", None)
 
 
-def once(value: Tensor) -> Mean:
+def once(value: Tensor) -> LossSum:
     """Add a value that exists once per batch and is the same in each micro-batch.
 
     A regulariser of the weights, a learned log-variance: each micro-batch computes it, one counts.
@@ -243,10 +243,10 @@ def once(value: Tensor) -> Mean:
         >>> float((0.5 * wb.once(weight.square().sum())).parts[0].value)
         12.5
     """
-    return Mean(value, 1.0, kind="once")
+    return LossSum(value, 1.0, kind="once")
 
 
-def from_mean(loss: Tensor, items: Count) -> Mean:
+def from_mean(loss: Tensor, items: Count) -> LossSum:
     """Take a ready-made mean, such as a model's own ``outputs.loss``, over a stated number of items.
 
     Args:
@@ -271,15 +271,15 @@ def from_mean(loss: Tensor, items: Count) -> Mean:
         share = torch.where(count.to(loss.device) != 0, loss, 0) * count.to(loss.device)
     else:
         share = loss * count if count else torch.zeros_like(loss)
-    return Mean(share, count, source=items)
+    return LossSum(share, count, source=items)
 
 
 @dataclass(frozen=True)
 class ParsedLoss:
     """What the loss function said about one micro-batch, taken apart."""
 
-    terms: dict[TermKey, Mean]
-    metrics: dict[str, Mean]
+    terms: dict[TermKey, LossSum]
+    metrics: dict[str, LossSum]
     named: bool
 
     @property
@@ -304,7 +304,7 @@ def read(returned: object, rows: int = 1) -> ParsedLoss | None:
     Raises:
         LossError: if what the loss averages over cannot be known.
     """
-    metrics: dict[str, Mean] = {}
+    metrics: dict[str, LossSum] = {}
     if isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], Mapping):
         returned, stated = returned
         metrics = {name: _metric(name, value, rows) for name, value in _named(stated).items()}
@@ -312,7 +312,7 @@ def read(returned: object, rows: int = 1) -> ParsedLoss | None:
         return ParsedLoss({}, metrics, named=False) if metrics else None
     if isinstance(returned, Mapping):
         _refuse_outputs(returned)
-        named: dict[TermKey, Mean] = {
+        named: dict[TermKey, LossSum] = {
             (name, j): part for name, value in _named(returned).items() for j, part in enumerate(_parts(value, rows))
         }
         return ParsedLoss(named, metrics, named=True)
@@ -367,7 +367,7 @@ def plain_count(count: object) -> Count:
     return float(count) if count.device.type == "cpu" else count
 
 
-def _parts(value: object, rows: int) -> tuple[Mean, ...]:
+def _parts(value: object, rows: int) -> tuple[LossSum, ...]:
     if isinstance(value, Terms):
         return value.parts
     if not isinstance(value, Tensor):
@@ -393,7 +393,7 @@ def _named(stated: Mapping[Any, object]) -> dict[str, object]:
     return names
 
 
-def _metric(name: str, value: object, rows: int) -> Mean:
+def _metric(name: str, value: object, rows: int) -> LossSum:
     if isinstance(value, Tensor) and not value.is_floating_point() and not value.is_complex():
         value = value.float()
     try:

@@ -13,7 +13,7 @@ from wholebatch.errors import LossError, SyncError
 from wholebatch.loss.counts import Count
 from wholebatch.loss.flags import Flags
 from wholebatch.loss.forms import Forms
-from wholebatch.loss.terms import Mean, ParsedLoss, TermKey, plain_count
+from wholebatch.loss.terms import LossSum, ParsedLoss, TermKey, plain_count
 
 KNOWN = ("one", "once")
 """The kinds of terms whose denominator does not depend on the batch."""
@@ -309,7 +309,7 @@ def _by_key(notes: Sequence[Mapping[K, _NotedTerm]]) -> dict[K, list[_NotedTerm]
     return found
 
 
-def _noted(term: Mean) -> _NotedTerm:
+def _noted(term: LossSum) -> _NotedTerm:
     kind = term.kind if term.kind in KNOWN else "mean"
     weight = term.weight.detach() if isinstance(term.weight, Tensor) else term.weight
     return _NotedTerm(kind, term.total.detach(), weight, term.count)

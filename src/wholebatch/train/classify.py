@@ -60,7 +60,7 @@ class Classify(Task):
         features = torch.stack([sample.features for sample in samples])
         return {"features": features, "labels": torch.tensor([sample.label for sample in samples])}
 
-    def loss(self, model: Any, micro_batch: Batch) -> tuple[wb.Mean, dict[str, torch.Tensor]]:
+    def loss(self, model: Any, micro_batch: Batch) -> tuple[wb.LossSum, dict[str, torch.Tensor]]:
         """Return the cross entropy of every row, and whether it was told right."""
         labels = micro_batch["labels"]
         # The features follow the model's dtype, which is float64 in the reference.

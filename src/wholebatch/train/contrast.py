@@ -40,7 +40,7 @@ class Pair(NamedTuple):
 class Contrast(Task):
     """Two sides brought into one space by a loss over all rows: every other docstring of the batch is a wrong answer.
 
-    The loss of a micro-batch alone would have its own few wrong answers; `wb.Coupled` takes it over all of them.
+    The loss of a micro-batch alone would have its own few wrong answers; `wb.CoupledLoss` takes it over all of them.
     """
 
     unit = "pairs"
@@ -80,14 +80,14 @@ class Contrast(Task):
         left, right = (encoder.inputs([text[:LONGEST] for text in side]) for side in sides)
         return {f"{side}.{name}": rows for side, part in (("l", left), ("r", right)) for name, rows in part.items()}
 
-    def loss(self, model: Any, micro_batch: Batch) -> wb.Mean:
+    def loss(self, model: Any, micro_batch: Batch) -> wb.LossSum:
         """Return the loss of a micro-batch as if it were the batch: what the usual loop takes."""
         (left, scale), right = encode_signatures(model, micro_batch), encode_docstrings(model, micro_batch)
-        return wb.Mean(contrast(left, scale, right) * len(right), len(right))
+        return wb.LossSum(contrast(left, scale, right) * len(right), len(right))
 
-    def objective(self) -> wb.Coupled:
+    def objective(self) -> wb.CoupledLoss:
         """Return the loss over all pairs, over all ranks."""
-        return wb.Coupled([encode_signatures, encode_docstrings], contrast, gather=True)
+        return wb.CoupledLoss([encode_signatures, encode_docstrings], contrast, gather=True)
 
     def backward(self, model: nn.Module, samples: list[Any], size: int | wb.Tokens) -> None:
         """Leave the gradient of the loss over all pairs."""

@@ -137,7 +137,7 @@ def _by_arithmetic(cut: Arrangement) -> Advice:
 
 def _by_measuring(settled: Config, batch: Arrangement) -> Advice:
     task = TASKS[settled.task](settled)
-    if isinstance(task.objective(), wb.Coupled):
+    if isinstance(task.objective(), wb.CoupledLoss):
         raise ConfigError(
             f"The task {settled.task} takes its loss over all rows at once, and runs its micro-batches twice: "
             f"micro-batches alone do "

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import wholebatch as wb
 
 Batch: TypeAlias = "dict[str, Tensor]"
-Loss: TypeAlias = "wb.Mean | tuple[wb.Mean, dict[str, Tensor]]"
+Loss: TypeAlias = "wb.LossSum | tuple[wb.LossSum, dict[str, Tensor]]"
 
 
 class Task(ABC):

@@ -69,7 +69,7 @@ class Text(Task):
         labels = pad_sequence(tokens, batch_first=True, padding_value=IGNORED)
         return {"tokens": labels.clamp(min=0), "labels": labels}
 
-    def loss(self, model: Any, micro_batch: Batch) -> wb.Mean:
+    def loss(self, model: Any, micro_batch: Batch) -> wb.LossSum:
         """Return the cross entropy of every next token that is real."""
         labels = micro_batch["labels"]
         return wb.losses.causal_lm(self.language.logits(model, micro_batch["tokens"], labels != IGNORED), labels)

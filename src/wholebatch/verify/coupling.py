@@ -23,13 +23,13 @@ from torch.utils import _pytree as pytree
 from wholebatch.batch.tree import BatchTree, move
 from wholebatch.errors import LossError, SplitError
 from wholebatch.first_window.draws import FixedDraws, uncompiled
-from wholebatch.loss.terms import Mean, read
+from wholebatch.loss.terms import LossSum, read
 from wholebatch.model.gradients import device_of
 from wholebatch.model.state import State, left_alone
 
 
 @dataclass(frozen=True)
-class Coupling:
+class CouplingReport:
     """Where the rows of a batch meet.
 
     Attributes:
@@ -57,7 +57,7 @@ class Coupling:
 
 def find_coupling(
     model: nn.Module, loss_fn: Callable[[Any, Any], Any], batch: Any, whole: Sequence[str] = ()
-) -> Coupling:
+) -> CouplingReport:
     """Find out by experiment whether the loss of a row depends on other rows, and which modules cause it.
 
     Exchanges rows and compares, with random draws held still; no layer names are known. Costs four forward passes over
@@ -97,7 +97,7 @@ def find_coupling(
         return _found(model, loss_fn, tree, rows)
 
 
-def _found(model: nn.Module, loss_fn: Callable[[Any, Any], Any], tree: BatchTree, rows: int) -> Coupling:
+def _found(model: nn.Module, loss_fn: Callable[[Any, Any], Any], tree: BatchTree, rows: int) -> CouplingReport:
     everything, half = list(range(rows)), rows // 2
     kept, other = everything[:half], everything[half:]
     exchanged = everything[: len(other)]
@@ -109,7 +109,7 @@ def _found(model: nn.Module, loss_fn: Callable[[Any, Any], Any], tree: BatchTree
         state.restore()
         found = _alone(runs[0].seen, state, kept + exchanged, half)
         found |= _together(runs[0].seen, runs[1].seen, found, half, rows)
-    return Coupling(found, *_interaction([run.sums for run in runs]))
+    return CouplingReport(found, *_interaction([run.sums for run in runs]))
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,7 @@ def _float(number: Any) -> float:
     return float(number.detach() if isinstance(number, Tensor) else number)
 
 
-def _numbers(term: Mean) -> list[Any]:
+def _numbers(term: LossSum) -> list[Any]:
     return [0.0, 0.0] if term.kind == "once" else [term.total * term.weight, term.count]
 
 

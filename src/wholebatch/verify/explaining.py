@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from wholebatch.errors import WholeBatchError
-from wholebatch.loss.terms import Mean
+from wholebatch.loss.terms import LossSum
 from wholebatch.model.comparison import Comparison, compare, joined
 from wholebatch.model.inspection import uses_batch_statistics
 from wholebatch.verify import causes
@@ -169,7 +169,7 @@ class _Only:
 
     def __call__(self, model: Any, micro_batch: Any) -> Any:
         term = terms_in(self.loss_fn(model, micro_batch), bare=True).get(self.key)
-        return None if term is None else Mean(term.total, term.count)
+        return None if term is None else LossSum(term.total, term.count)
 
 
 def padded(case: Case, in_micro_batches: Reference) -> Finding | None:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from wholebatch.batch.window import Window, micro_batches_of
 from wholebatch.errors import LossError
-from wholebatch.loss.terms import Mean, Terms
+from wholebatch.loss.terms import LossSum, Terms
 from wholebatch.model.references import reach_of
 from wholebatch.model.state import State
 from wholebatch.verify.copies import Widening, as_dtype, copied
@@ -336,7 +336,7 @@ def terms_in(returned: Any, bare: bool = False) -> dict[Any, PlainTerm]:
     return terms
 
 
-def _term(part: Mean) -> PlainTerm:
+def _term(part: LossSum) -> PlainTerm:
     shape = tuple(part.source) if part.kind == "shape" and isinstance(part.source, torch.Size) else None
     return PlainTerm(part.total * part.weight, float(part.count), part.kind, shape)
 
