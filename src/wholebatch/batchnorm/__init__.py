@@ -1,8 +1,7 @@
 """Operations in which rows meet, over micro-batches, exactly; and what runs a window where none do.
 
 Mostly none do: each micro-batch runs by itself (:mod:`~wholebatch.batchnorm.plain`). Else a model is captured as a
-graph
-(:mod:`~wholebatch.batchnorm.capture`), cut at every operation whose result for one row depends on other rows
+graph (:mod:`~wholebatch.batchnorm.capture`), cut at every operation whose result for one row depends on other rows
 (:mod:`~wholebatch.batchnorm.partition`), and run stage by stage for all micro-batches
 (:mod:`~wholebatch.batchnorm.executor`). An operation is a small protocol (:mod:`~wholebatch.batchnorm.operations`), and
 :mod:`~wholebatch.batchnorm.window` puts all this under a loss function that knows nothing of it.
@@ -46,10 +45,16 @@ def window_for(
     short = bool(options.get("offload"))
     if not choice.startswith("exact") or (len(micro_batches) < 2 and alone and not splits):
         return PlainWindow(model_info, loss_fn, ranks, short)
-    model = model_info.model
-    _refuse(model, choice, len(micro_batches), alone, splits)
+    _refuse(model_info.model, choice, len(micro_batches), alone, splits)
     if ranks.world == 1 and micro_batches and nothing_normalises(model_info, loss_fn, micro_batches[0]):
         return PlainWindow(model_info, loss_fn, ranks, short)
+    return _stages(model_info, loss_fn, choice, ranks, alone, short)
+
+
+def _stages(
+    model_info: ModelInfo, loss_fn: Callable[[Any, Any], Any], choice: str, ranks: Ranks, alone: bool, short: bool
+) -> PlainWindow:
+    """Run all micro-batches from one operation in which rows meet to the next."""
     # Only here: capturing loads torch.export, which takes seconds and which few models need.
     from wholebatch.batchnorm.executor import Executor
     from wholebatch.batchnorm.statistics_sync import Alone, statistics_over
@@ -57,13 +62,13 @@ def window_for(
     from wholebatch.batchnorm.threaded import ThreadedExecutor
     from wholebatch.batchnorm.window import WholeWindow, unwrapped
 
+    model = unwrapped(model_info.model)
     if choice == "exact-lock-step":
-        return WholeWindow(model_info, loss_fn, ranks, ThreadedExecutor(unwrapped(model)))
+        return WholeWindow(model_info, loss_fn, ranks, ThreadedExecutor(model))
     nowhere = model_info.device == torch.device("cpu")  # no other memory to go to, but time to make things twice
     store = HostTensorStore() if short and not nowhere else TensorStore()
     sharing = Alone() if alone else statistics_over(ranks)
-    engine = Executor(unwrapped(model), store, sparing=short and nowhere, ranks=sharing)
-    return WholeWindow(model_info, loss_fn, ranks, engine)
+    return WholeWindow(model_info, loss_fn, ranks, Executor(model, store, sparing=short and nowhere, ranks=sharing))
 
 
 def _refuse(model: nn.Module, choice: str, micro_batches: int, alone: bool, splits: bool) -> None:

@@ -90,20 +90,34 @@ def _program(
     state: Hashable,
     make: Make,
 ) -> Program:
-    fixed, alike = (state, call.form, call.sizes), [other for other in calls if other.form == call.form]
-    free = varying(alike) if min((size for sizes in call.sizes for size in sizes or ()), default=1) > 1 else {}
-    open_to_all = (state, call.form, tuple(sorted(free)))
-    if fixed not in kept and free:
-        if open_to_all not in kept:
-            kept[open_to_all] = _try(make, max(alike, key=lambda other: [sizes or () for sizes in other.sizes]), free)
-        known = kept[open_to_all]
-        if known is not None:
-            return known
+    fixed = (state, call.form, call.sizes)
+    if fixed not in kept:
+        serves_all = _for_all_sizes(kept, call, calls, state, make)
+        if serves_all is not None:
+            return serves_all
     program = kept.get(fixed)
     if program is None:
         program = kept[fixed] = make(call, {})
     kept.move_to_end(fixed)
     return program
+
+
+def _for_all_sizes(
+    kept: OrderedDict[Hashable, Program | None],
+    call: ModelCall,
+    calls: Sequence[ModelCall],
+    state: Hashable,
+    make: Make,
+) -> Program | None:
+    """Find or make one program for every size above 1 of what varies; None where nothing does, or none can be made."""
+    alike = [other for other in calls if other.form == call.form]
+    free = varying(alike) if min((size for sizes in call.sizes for size in sizes or ()), default=1) > 1 else {}
+    if not free:
+        return None
+    open_to_all = (state, call.form, tuple(sorted(free)))
+    if open_to_all not in kept:
+        kept[open_to_all] = _try(make, max(alike, key=lambda other: [sizes or () for sizes in other.sizes]), free)
+    return kept[open_to_all]
 
 
 def _try(make: Make, call: ModelCall, free: dict[tuple[int, int], str]) -> Program | None:

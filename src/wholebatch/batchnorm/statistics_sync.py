@@ -84,13 +84,16 @@ class Together(Alone):
     def sum(self, gradient: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
         """Add up what the micro-batches of all ranks say."""
         self._alive(True)
-        told = self._objects([None if g is None else g.cpu() for g in gradient]) if self._empty else None
-        if told is not None:
-            columns = [[g for g in column if g is not None] for column in zip(*told, strict=True)]
-            return [torch.stack(column).sum(0) if column else None for column in columns]
-        flat = self._peers.total(_flat([g for g in gradient if g is not None]))
-        numbers = iter(torch.split(flat, [g.numel() for g in gradient if g is not None]))
+        if self._empty:  # a rank without rows cannot say which parts have a gradient: objects can
+            return self._sum_of_objects(gradient)
+        present = [g for g in gradient if g is not None]
+        numbers = iter(torch.split(self._peers.total(_flat(present)), [g.numel() for g in present]))
         return [None if g is None else next(numbers).view(g.shape).to(g) for g in gradient]
+
+    def _sum_of_objects(self, gradient: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+        told = self._objects([None if g is None else g.cpu() for g in gradient])
+        columns = [[g for g in column if g is not None] for column in zip(*told, strict=True)]
+        return [torch.stack(column).sum(0) if column else None for column in columns]
 
     def _alive(self, here: bool) -> None:
         failed = self._peers.total(torch.tensor([float(not here)]))

@@ -6,6 +6,7 @@ import base64
 import ctypes
 import dataclasses
 import json
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -62,17 +63,28 @@ def value_of(written_value: Any) -> Any:
     if not isinstance(written_value, dict):
         return written_value
     ((kind, content),) = written_value.items()
-    if kind == "class" and content[0] in CLASSES:
-        name, fields = content
-        return CLASSES[name](**{key: value_of(part) for key, part in fields.items()})
-    if kind == "tensor":
-        # A copy of its own: the buffer under `frombuffer` can't be written to.
-        raw = base64.b64decode(content[1])
-        return torch.frombuffer(bytearray(raw), dtype=DTYPES[content[0]]) if raw else torch.empty(0)
-    if kind == "set":
-        return frozenset(content)
-    if kind == "tuple":
-        return tuple(value_of(part) for part in content)
-    if kind == "map":
-        return {key: value_of(part) for key, part in content}
-    raise ValueError(f"{kind!r} is no kind of value in a trace of the doctor.")
+    if kind not in READERS or (kind == "class" and content[0] not in CLASSES):
+        raise ValueError(f"{kind!r} is no kind of value in a trace of the doctor.")
+    return READERS[kind](content)
+
+
+def _tensor(content: Any) -> Tensor:
+    dtype, text = content
+    raw = base64.b64decode(text)
+    # A copy of its own: the buffer under `frombuffer` can't be written to.
+    return torch.frombuffer(bytearray(raw), dtype=DTYPES[dtype]) if raw else torch.empty(0)
+
+
+def _record(content: Any) -> Any:
+    name, fields = content
+    return CLASSES[name](**{key: value_of(part) for key, part in fields.items()})
+
+
+READERS: dict[str, Callable[[Any], Any]] = {
+    "class": _record,
+    "tensor": _tensor,
+    "set": frozenset,
+    "tuple": lambda content: tuple(value_of(part) for part in content),
+    "map": lambda content: {key: value_of(part) for key, part in content},
+}
+"""Makes a value of what stands under each kind; reading runs nothing else, whoever wrote the trace."""

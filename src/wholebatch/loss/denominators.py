@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -217,17 +217,22 @@ def stated_divisors(sums: LossTotals, answer: ParsedLoss) -> Divisors:
     """
     counts = {key[0]: count for key, count in sums.counts.items()}
     averaged = [key for key, term in answer.terms.items() if term.kind not in KNOWN]
-    names = list(dict.fromkeys(key[0] for key in answer.terms))
-    if not sums.schema.named and len(counts) != len(names):
-        names = list(dict.fromkeys(key[0] for key in averaged))
-    places = {name: name if sums.schema.named else i for i, name in enumerate(names)}
-    missing = [key[0] for key in averaged if places[key[0]] not in counts]
-    if missing or (not sums.schema.named and len(counts) != len(names)):
+    by_name = sums.schema.named
+    names = _names(answer.terms)
+    if not by_name and len(counts) != len(names):
+        names = _names(averaged)  # a count for each term that has one, none for sums and what exists once
+    places = {name: name if by_name else place for place, name in enumerate(names)}
+    if any(places[key[0]] not in counts for key in averaged) or (not by_name and len(counts) != len(names)):
         raise LossError(
             f"items= states {len(counts)} counts ({list(counts)}), but the loss function returned the terms {names}. "
             "Return one count a term, in their order or under their names."
         )
     return {key: counts[places[key[0]]] if key in averaged else 1.0 for key in answer.terms}
+
+
+def _names(keys: Iterable[TermKey]) -> list[str | int]:
+    """Name the terms once each, in their order."""
+    return list(dict.fromkeys(key[0] for key in keys))
 
 
 def uniform(sums: LossTotals, world: int) -> bool:

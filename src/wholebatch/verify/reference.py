@@ -317,26 +317,23 @@ def terms_in(returned: Any, bare: bool = False) -> dict[Any, PlainTerm]:
     if returned is None:
         return {}
     named = returned.items() if isinstance(returned, Mapping) else [(0, returned)]
-    terms: dict[Any, PlainTerm] = {}
-    for name, value in named:
-        if isinstance(value, Terms):
-            terms |= {(name, place): _term(part) for place, part in enumerate(value.parts)}
-        elif isinstance(value, Tensor) and (value.dim() or bare):
-            total = value.sum(dtype=torch.float32) if value.element_size() < 4 else value.sum()
-            terms[name, 0] = PlainTerm(
-                total, float(value.numel()) if value.dim() else 1.0, "values", tuple(value.shape)
-            )
-        else:
-            kind = "a tensor without dimensions" if isinstance(value, Tensor) else type(value).__name__
-            raise LossError(
-                f"The loss function returned {kind} for one of several micro-batches; what it averages over cannot "
-                f"be known. "
-                "Return the values, or wb.from_mean(loss, items=n)."
-            )
-    return terms
+    return {(name, place): term for name, value in named for place, term in enumerate(_terms_of(value, bare))}
 
 
-def _term(part: LossSum) -> PlainTerm:
+def _terms_of(value: Any, bare: bool) -> list[PlainTerm]:
+    if isinstance(value, Terms):
+        return [_stated(part) for part in value.parts]
+    if isinstance(value, Tensor) and (value.dim() or bare):
+        total = value.sum(dtype=torch.float32) if value.element_size() < 4 else value.sum()
+        return [PlainTerm(total, float(value.numel()) if value.dim() else 1.0, "values", tuple(value.shape))]
+    kind = "a tensor without dimensions" if isinstance(value, Tensor) else type(value).__name__
+    raise LossError(
+        f"The loss function returned {kind} for one of several micro-batches; what it averages over cannot be known. "
+        "Return the values, or wb.from_mean(loss, items=n)."
+    )
+
+
+def _stated(part: LossSum) -> PlainTerm:
     shape = tuple(part.source) if part.kind == "shape" and isinstance(part.source, torch.Size) else None
     return PlainTerm(part.total * part.weight, float(part.count), part.kind, shape)
 

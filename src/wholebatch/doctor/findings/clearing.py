@@ -21,10 +21,7 @@ def not_cleared(story: Story, window: WatchedWindow) -> Finding | None:
         return None
     before = story.windows[window.optimizer][window.number - 1]
     size = stale_amount(window)
-    tried = [event.site for _, event in before.scaler if event.call == "step"]
-    site = (
-        before.step.site if before.step is not None else tried[-1] if tried else window.micro_batches[0].backward.site
-    )
+    site = _stepped_at(before, window.micro_batches[0].backward.site)
     rule = "not-cleared-after-skipped-step" if before.skipped else "zero-grad-missing"
     what = "after a skipped step the gradients stay" if before.skipped else "gradients are not cleared after the step"
     return Finding(
@@ -36,6 +33,14 @@ def not_cleared(story: Story, window: WatchedWindow) -> Finding | None:
         cleared_after(site),
         error=size.error if size is not None else None,
     )
+
+
+def _stepped_at(window: WatchedWindow, otherwise: Site | None) -> Site | None:
+    """Say where a window was stepped, or where a scaler tried to."""
+    if window.step is not None:
+        return window.step.site
+    tried = [event.site for _, event in window.scaler if event.call == "step"]
+    return tried[-1] if tried else otherwise
 
 
 def stale_amount(window: WatchedWindow) -> Comparison | None:
