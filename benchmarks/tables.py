@@ -107,10 +107,12 @@ def recovery(result: Result) -> list[str]:
 
 
 def attacks(result: Result) -> list[str]:
-    lines = ["| attack | places | tried | went on | raised, nothing changed | wrong |", "|---" * 6 + "|"]
+    lines = ["| attack | places | tried | went on | raised, nothing changed | group lost, said so | wrong |"]
+    lines.append("|---" * 7 + "|")
     for row in result["rows"]:
-        tried = f"{row['places']:,} | {row['trials']:,} | {row['recovered'] + row['came']:,} | {row['raised']:,}"
-        lines.append(f"| {row['attack']} | {tried} | {row['wrong']} |")
+        places = f"{row['places']:,}" if row["places"] else "any"
+        tried = f"{places} | {row['trials']:,} | {row['recovered'] + row['came']:,} | {row['raised']:,}"
+        lines.append(f"| {row['attack']} | {tried} | {row.get('lost', 0)} | {row['wrong']} |")
     return [*lines, "", f"{measured_on(result)}, places drawn at random (`benchmarks/attacks.py`)."]
 
 

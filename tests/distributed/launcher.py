@@ -49,6 +49,9 @@ class Ranks:
     """
 
     size: int = 2
+    method: str = "spawn"
+    """How processes are started: "forkserver" imports what is named in ``preload`` once for all of them."""
+    preload: list[str] = dataclasses.field(default_factory=list)
     _processes: list[BaseProcess] = dataclasses.field(default_factory=list)
     _pipes: list[Connection] = dataclasses.field(default_factory=list)
     _folder: tempfile.TemporaryDirectory[str] | None = None
@@ -91,7 +94,8 @@ class Ranks:
 
     def _start(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
-        context = multiprocessing.get_context("spawn")
+        context: Any = multiprocessing.get_context(self.method)
+        context.set_forkserver_preload(self.preload)
         for rank in range(self.size):
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(theirs, rank, self.size, self._folder.name), daemon=True)

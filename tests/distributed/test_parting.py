@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 import wholebatch as wb
 from tests.distributed.launcher import Ranks, needs_shards, run_ranks
 from tests.oracle import assert_same_gradient, gradients_of, whole_batch
+from wholebatch.loss.totals import LossTotals
 
 pytestmark = pytest.mark.distributed
 
@@ -210,6 +212,36 @@ def test_a_fault_in_the_counting_pass_is_told_before_the_next_forward(two_ranks:
         assert said[0].startswith("Fault" if rank == 0 else "SyncError: Rank 0 failed")
         assert said[1] == "no error"
         assert seconds < SECONDS
+
+
+def broken_in_an_agreement(kind: str, sync: str) -> Any:
+    """Fail on rank 0 when the message of an agreement has travelled and is being read."""
+    model, read, armed, said = build(kind, Where("nowhere", 0, ())), LossTotals.of_numbers, [dist.get_rank() == 0], []
+
+    def reading(*arguments: Any) -> LossTotals:
+        if armed[0]:
+            armed[0] = False
+            raise MemoryError
+        return read(*arguments)
+
+    begun = time.monotonic()
+    with patch.object(LossTotals, "of_numbers", reading):
+        for _ in range(2):
+            try:
+                wb.backward(model, loss_at(Where("nowhere", 0, ())), ROWS, 4, sync=sync, verify="never")  # type: ignore[arg-type]
+                said.append("no error")
+            except (MemoryError, wb.SyncError) as error:
+                said.append(f"{type(error).__name__}: {error}")
+    return said, time.monotonic() - begun, [parameter.grad is None for parameter in model.parameters()]
+
+
+@needs_shards
+@pytest.mark.parametrize(("kind", "sync"), [("ddp", "last"), ("ddp", "every"), ("fsdp", "last"), ("fsdp", "every")])
+def test_who_fails_after_joining_an_agreement_does_not_come_to_another_one(kind: str, sync: str) -> None:
+    for rank, (said, seconds, empty) in enumerate(run_ranks(broken_in_an_agreement, kind, sync, seconds=40.0)):
+        assert said[0].startswith("MemoryError" if rank == 0 else "SyncError: Rank 0 failed while the others waited")
+        assert said[1].startswith("SyncError") and "start the processes again" in said[1]
+        assert all(empty) and seconds < SECONDS
 
 
 # Interrupts

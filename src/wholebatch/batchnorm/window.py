@@ -19,7 +19,7 @@ from wholebatch.errors import InexactError, SyncError
 from wholebatch.loss.totals import LossTotals
 from wholebatch.model.inspection import ModelInfo
 from wholebatch.model.state import State
-from wholebatch.ranks.agreement import Ranks, Status
+from wholebatch.ranks.agreement import Next, Ranks, Status
 
 LossFunction = Callable[[Any, Any], Any]
 
@@ -143,9 +143,10 @@ class WholeWindow(PlainWindow):
 
     def backward(self) -> None:
         """Bring the gradients that reached the model's answers back to its parameters, on all ranks or on none."""
-        self.ranks.agree(Status.READY, LossTotals())
+        self.ranks.agree(Status.READY, LossTotals(), then=Next.UNKNOWN)  # the statistics' gradients meet
         with _Undone(self.start, self.runner.fail):
             self.runner.backward()
+        self.ranks.resume()
 
     def commit(self) -> None:
         """Write running statistics and counters, once."""

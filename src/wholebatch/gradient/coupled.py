@@ -41,7 +41,7 @@ from wholebatch.model.memory import is_out_of_memory, release, too_few_rows, wor
 from wholebatch.model.state import State
 from wholebatch.norms import pooled
 from wholebatch.options import Options, checked
-from wholebatch.ranks.agreement import Status
+from wholebatch.ranks.agreement import Next, Status
 from wholebatch.ranks.gathering import everyone
 
 
@@ -254,7 +254,8 @@ class _Coupled:
         with pooled(self.model_info, self.pools):  # the second pass would count its rows again
             towers = [e.turns(keep_last=e is self.encoders[-1]) for e in self.encoders]
         after = State(self.model_info)
-        _refuse_no_rows(self.ranks.agree(Status.READY, LossTotals(), micro_batches=rows).micro_batches)
+        then = Next.UNKNOWN if self.everyone.meets else Next.AGREEMENT
+        _refuse_no_rows(self.ranks.agree(Status.READY, LossTotals(), micro_batches=rows, then=then).micro_batches)
         joined = [_join([turn.said for turn in turns], self.order) for turns in towers]
         leaves = [[leaf.detach().requires_grad_(leaf.is_floating_point()) for leaf in each] for each in joined]
         tally, answer = self._loss([turns[0].form for turns in towers], leaves)
@@ -271,7 +272,7 @@ class _Coupled:
                 "a gradient. Compute it from the model's output, without detach() or torch.no_grad(), and look whether "
                 "the model is frozen (requires_grad)."
             )
-        self.ranks.agree(Status.READY, LossTotals())
+        self.ranks.agree(Status.READY, LossTotals(), then=Next.UNKNOWN)
         self.ranks.settle()
         self.ranks.reduce(self.gradients)
         self.ranks.conclude(self.gradients)
@@ -287,6 +288,7 @@ class _Coupled:
         for form, leaves in zip(forms, encoded, strict=True):
             said = pytree.tree_unflatten([self.everyone.gather(leaf) for leaf in leaves], form)
             arguments += said if type(said) in (tuple, list) else [said]
+        self.ranks.resume()
         with self.ranks.local():
             returned = self.loss_fn(*arguments)
         if isinstance(returned, Tensor) and returned.dim() == 0:

@@ -29,7 +29,7 @@ from wholebatch.loss.seeds import BackwardSeeds
 from wholebatch.loss.terms import ParsedLoss, read
 from wholebatch.loss.totals import LossAccumulator, LossTotals, stated_sums
 from wholebatch.model.gradients import GradientAccumulator, all_or_nothing, device_of, scale_, total_norm
-from wholebatch.ranks.agreement import ProcessGroups, Status, message_device
+from wholebatch.ranks.agreement import Next, ProcessGroups, Status, message_device
 from wholebatch.ranks.reduction import refuse_older
 
 
@@ -129,7 +129,9 @@ class Pipeline:
             steps = -(-rows // (self.micro_batches * self.micro_batch_size))
             for step in range(steps):
                 self._step(inputs, rows, step)
-            sums = self._ranks.agree(Status.READY, self._losses.sums(), float(denominators.loose)).sums
+            sums = self._ranks.agree(
+                Status.READY, self._losses.sums(), float(denominators.loose), then=Next.UNKNOWN
+            ).sums
             if denominators.loose and not uniform(sums, self._replicas.world):
                 raise LossError(
                     f"The loss has the terms {[key for key, _ in sums.schema.terms]} with several denominators, which "

@@ -49,7 +49,7 @@ from wholebatch.model.gradient_hooks import hooks_that_read
 from wholebatch.model.gradients import GradientAccumulator, all_or_nothing
 from wholebatch.norms import Pooled, pooled
 from wholebatch.options import Options, checked
-from wholebatch.ranks.agreement import Status, Travel
+from wholebatch.ranks.agreement import Next, Status, Travel
 
 
 @plainly
@@ -142,7 +142,15 @@ def accumulate(
 
 
 class _Recount(Exception):
-    """The terms need every denominator before the first backward."""
+    """The terms need every denominator before the first backward.
+
+    Args:
+        told: whether the other ranks know it already.
+    """
+
+    def __init__(self, told: bool) -> None:
+        super().__init__("the window needs its denominators first")
+        self.told = told
 
 
 class _WindowRun:
@@ -188,7 +196,9 @@ class _WindowRun:
                 return self._attempt(known or self._provisional())
             except RestartWindow as redo:
                 self.micro_batches = [part for micro_batch in self.micro_batches for part in redo.fitting(micro_batch)]
-            except _Recount:
+            except _Recount as recount:
+                if not recount.told:  # here, where no agreement that fails is taken for a micro-batch that does
+                    self.ranks.agree(Status.RECOUNT, LossTotals())
                 self.forwards.rewind()
                 known = self._counted()
             self.gradients.restart()
@@ -216,7 +226,7 @@ class _WindowRun:
         def look(micro_batch: MicroBatch | None) -> None:
             self._forward(micro_batch, tally)
             if self.ranks.per_micro_batch or self.ranks.meets:  # else some would go on to a forward without the others
-                self.ranks.agree(Status.READY, LossTotals())
+                self.ranks.agree(Status.READY, LossTotals(), then=Next.UNKNOWN)  # the next round says it
 
         for micro_batch in self.ranks.rounds(self.micro_batches, self.window.loss):
             if self.recovery is None or micro_batch is None:
@@ -281,8 +291,7 @@ class _WindowRun:
         """Run one forward, and look whether the provisional denominator still serves."""
         answer = self._forward(micro_batch, tally)
         if not self._serves(denominators, answer, micro_batch):
-            self.ranks.agree(Status.RECOUNT, LossTotals())
-            raise _Recount
+            raise _Recount(told=False)
         return answer
 
     def _met(
@@ -291,9 +300,9 @@ class _WindowRun:
         """Run one forward in step with the other ranks, and divide by the same number as they."""
         answer = self._forward(micro_batch, tally)
         status = Status.READY if self._serves(denominators, answer, micro_batch) else Status.RECOUNT
-        agreement = self.ranks.agree(status, LossTotals(), denominators.guess)
+        agreement = self.ranks.agree(status, LossTotals(), denominators.guess, then=Next.UNKNOWN)
         if agreement.recount:
-            raise _Recount
+            raise _Recount(told=True)
         if self.travel is Travel.EVERY:
             self.ranks.settle()
         denominators.use_agreed(agreement.number)
@@ -339,10 +348,11 @@ class _WindowRun:
         if ran > 1 or self.ranks.world > 1:
             self.forwards.shapes.check()
         denominators.check(here)
-        agreement = self.ranks.agree(Status.READY, here, float(denominators.loose))
+        agreement = self.ranks.agree(Status.READY, here, float(denominators.loose), then=Next.UNKNOWN)
         unlike = self.ranks.world > 1 and agreement.number and not uniform(agreement.sums, self.ranks.world)
         if agreement.recount or unlike:
-            raise _Recount
+            self.ranks.resume()
+            raise _Recount(told=True)
         self.ranks.settle()
         return agreement.sums
 

@@ -55,6 +55,7 @@ class Next(Enum):
     AGREEMENT = "they come to an agreement"
     COLLECTIVE = "they are in collectives that are not ours: a reduction, a gathering"
     NOTHING = "they need nothing of this rank"
+    UNKNOWN = "an agreement has begun, and where it leads is not known here yet"
 
 
 class Travel(Enum):
@@ -114,8 +115,19 @@ class Ranks:
         """The parameters that the wrapper was told to leave out: every rank has its own, with a gradient of its own."""
         return []
 
-    def agree(self, status: Status, sums: LossTotals, number: float = 0.0, micro_batches: int = 0) -> Agreement:
+    def agree(
+        self,
+        status: Status,
+        sums: LossTotals,
+        number: float = 0.0,
+        micro_batches: int = 0,
+        then: Next = Next.AGREEMENT,
+    ) -> Agreement:
         """Add sums up over ranks and learn how the others are.
+
+        Args:
+            then: where all ranks go from here unless one of them needs the denominators first; UNKNOWN until the caller
+                says it: :meth:`settle`, :meth:`resume`.
 
         Raises:
             SyncError: on all ranks, if one of them failed.
@@ -124,6 +136,9 @@ class Ranks:
 
     def settle(self) -> None:
         """Note that all ranks go on to send gradients: they do not come to another agreement before."""
+
+    def resume(self) -> None:
+        """Note that all ranks come to another agreement, with no collective of others before it."""
 
     def conclude(self, gradients: GradientAccumulator) -> None:
         """Note that gradients have travelled, and bring those to the batch that stay where they are."""
@@ -202,12 +217,16 @@ class ProcessGroups(Ranks):
         if following is Next.AGREEMENT:
             with suppress(SyncError):  # the others are gone; the error on its way says what there is to say
                 self.agree(Status.FAILED, LossTotals())
-        elif following is Next.COLLECTIVE and not all_here(self.groups, error):
+        elif following is not Next.NOTHING and not all_here(self.groups, error):
             self._part(error)
 
     def settle(self) -> None:
         """Note that all ranks go on to send gradients."""
         self._next = Next.COLLECTIVE
+
+    def resume(self) -> None:
+        """Note that all ranks come to another agreement."""
+        self._next = Next.AGREEMENT
 
     def conclude(self, gradients: GradientAccumulator) -> None:
         """Note that nothing is outstanding; divide what no reduction has divided."""
@@ -218,7 +237,14 @@ class ProcessGroups(Ranks):
             scale_(gradients.held(alone), 1.0 / self.divides)
         self._let_interrupt()
 
-    def agree(self, status: Status, sums: LossTotals, number: float = 0.0, micro_batches: int = 0) -> Agreement:
+    def agree(
+        self,
+        status: Status,
+        sums: LossTotals,
+        number: float = 0.0,
+        micro_batches: int = 0,
+        then: Next = Next.AGREEMENT,
+    ) -> Agreement:
         """Add sums up over ranks and learn how the others are, in one small message."""
         if status is not Status.FAILED:
             self._let_interrupt()
@@ -233,7 +259,10 @@ class ProcessGroups(Ranks):
         own[:, self.rank] = torch.tensor([float(status), float(micro_batches)])
         body = torch.zeros(CAPACITY, dtype=torch.float64)
         body[: len(numbers)] = numbers[:CAPACITY]
-        message = self.total(torch.cat([common, own.flatten(), body]))
+        message = torch.cat([common, own.flatten(), body])
+        if status is not Status.FAILED:
+            self._next = Next.UNKNOWN  # who fails from here on may have joined, and the others go on
+        message = self.total(message)
         common, own, body = torch.split(message, [len(common), own.numel(), CAPACITY])
         statuses = [Status(int(each)) for each in own[: self.world].tolist()]
         marks, squares = common[:-1].view(2, len(MARKS))
@@ -247,12 +276,14 @@ class ProcessGroups(Ranks):
             schema = self._union(schema)
         if Status.RECOUNT not in statuses and (not alike or schema.size > CAPACITY):
             body = self.total(sums.numbers(schema))
-        return Agreement(
+        agreement = Agreement(
             LossTotals.of_numbers(schema, body[: schema.size]),
             recount=Status.RECOUNT in statuses,
             number=number,
             micro_batches=[int(each) for each in own[self.world :].tolist()],
         )
+        self._next = Next.AGREEMENT if agreement.recount else then
+        return agreement
 
     def total(self, numbers: Tensor) -> Tensor:
         """Add numbers up over all ranks, on the host."""
@@ -342,12 +373,13 @@ class ProcessGroups(Ranks):
 
     def _fail(self, statuses: Sequence[Status]) -> None:
         """Raise what the first rank that failed has to say, on all ranks that did not."""
-        self._next = Next.NOTHING
         failed = statuses.index(Status.FAILED)
         text = self._failure.encode()[:TEXT_BYTES] if failed == self.rank else b""
         letters = torch.zeros(TEXT_BYTES, dtype=torch.int32)
         letters[: len(text)] = torch.tensor(list(text), dtype=torch.int32)
-        said = bytes(self.total(letters).tolist()).rstrip(b"\0").decode(errors="replace")
+        letters = self.total(letters)
+        self._next = Next.NOTHING
+        said = bytes(letters.tolist()).rstrip(b"\0").decode(errors="replace")
         if statuses[self.rank] is not Status.FAILED:
             raise SyncError(f"Rank {failed} failed in this window, so no rank may step. It said: {said}")
 

@@ -93,6 +93,7 @@ class DDPRanks(ProcessGroups):
                 f"SyncBatchNorm joins the micro-batches of all ranks, but they bring {list(counts)} of them. Give "
                 "every rank the same number of micro-batches."
             )
+        self._next = Next.COLLECTIVE
         return self._in_step([*micro_batches, *[None] * (max(counts) - len(micro_batches))])
 
     def settle(self) -> None:

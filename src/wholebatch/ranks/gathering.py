@@ -13,6 +13,9 @@ from wholebatch.ranks.agreement import ProcessGroups, Ranks
 class LocalRows:
     """A loss over the rows of this rank alone."""
 
+    meets = False
+    """Whether ranks gather rows before the loss, in collectives that none can leave out."""
+
     def gather(self, leaf: Tensor) -> Tensor:
         """Return the rows that the loss is taken over."""
         return leaf
@@ -30,6 +33,8 @@ class AllGatherRows(LocalRows):
     by the number of ranks, so it is multiplied by that number here. (A gather whose backward sums over ranks would be
     too large by the number of ranks, one without gradient for the others' rows but with their mean too small.)
     """
+
+    meets = True
 
     def __init__(self, peers: ProcessGroups) -> None:
         if len(peers.groups) != 1:
