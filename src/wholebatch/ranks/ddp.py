@@ -99,6 +99,7 @@ class DDPRanks(ProcessGroups):
     def settle(self) -> None:
         """Note that all ranks go on to send gradients, after the forwards of this round."""
         super().settle()
+        self._prepared = False  # the reduction to come; an earlier round's is finished
         self._passes.begin()
 
     def conclude(self, gradients: GradientAccumulator) -> None:
