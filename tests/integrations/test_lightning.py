@@ -171,6 +171,13 @@ def test_what_the_callback_cannot_serve_is_refused() -> None:
         fit(module, [door.Exact()])
 
 
+def test_lbfgs_without_accumulation_is_the_batch_each_time() -> None:
+    module = Module()
+    module.configure_optimizers = lambda: torch.optim.LBFGS(module.parameters(), max_iter=2)  # type: ignore[method-assign]
+    fit(module, [door.Exact()], train=loader(8), accumulate_grad_batches=1)
+    assert_same_gradient(module.steps[0], references()[0])
+
+
 class Manual(Module):
     """The same in manual optimization: several terms, and the whole batch cut anew."""
 
@@ -184,6 +191,11 @@ class Manual(Module):
         self.optimizers().step()
         self.optimizers().zero_grad()
         self.log("loss", result.loss)
+
+
+def test_manual_optimization_is_refused_by_the_callback() -> None:
+    with pytest.raises(wb.InexactError, match=r"automatic_optimization = False.*manual_backward"):
+        fit(Manual(), [door.Exact()], train=loader(8), accumulate_grad_batches=1)
 
 
 def test_manual_optimization_with_several_terms() -> None:

@@ -7,7 +7,7 @@ whatever the loss averages over. The callback below undoes that and divides once
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 from weakref import WeakKeyDictionary
 
@@ -50,8 +50,8 @@ class Exact(lightning.Callback):
 
     Raises:
         TypeError: for any of those; for `verify` with what is proven where.
-        InexactError: on the start of training, under a strategy or optimizer that makes the step itself; in the first
-            window, for BatchNorm layers that run with the statistics of a micro-batch.
+        InexactError: on the start of training, under a strategy or a module that makes the step itself; in the first
+            window, for LBFGS, and for BatchNorm layers that run with the statistics of a micro-batch.
         LossError: at the first boundary, if `training_step` returned a bare number.
 
     Example:
@@ -73,7 +73,13 @@ class Exact(lightning.Callback):
 
     def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         """Refuse what cannot be exact, and begin."""
-        _refuse(trainer.strategy, trainer.optimizers)
+        _refuse(trainer.strategy)
+        if not pl_module.automatic_optimization:
+            raise InexactError(
+                f"{type(pl_module).__name__} goes back and steps itself (automatic_optimization = False), so Exact() "
+                "sees no window of it. Leave the callback out, and go back by `backward(self, self, loss_fn, batch)` "
+                "of this module in the place of manual_backward."
+            )
         self._boundary = Boundary()
 
     def on_before_optimizer_step(
@@ -93,6 +99,12 @@ class Exact(lightning.Callback):
         """
         if self._boundary is None:
             raise LossError("No training has started, so there is no window. Call whole(self, ...) in training_step.")
+        if micro_batches > 1 and any(isinstance(each, torch.optim.LBFGS) for each in module.trainer.optimizers):
+            raise InexactError(
+                f"LBFGS calls training_step again for the last of {micro_batches} micro-batches alone. Accumulate "
+                "nothing under it (accumulate_grad_batches=1), or use manual optimization and `backward` of this "
+                "module inside of its closure."
+            )
         if not self._open:
             self._first.begin([module], micro_batches * world())
             self._open = True
@@ -196,15 +208,10 @@ def _wrapper_in(module: nn.Module) -> nn.Module | None:
     return next((inner for inner in module.modules() if isinstance(inner, DistributedDataParallel)), None)
 
 
-def _refuse(strategy: Any, optimizers: Sequence[Any] = ()) -> None:
+def _refuse(strategy: Any) -> None:
     name = type(strategy).__name__
     if name not in SERVED:
         raise InexactError(
             f"strategy {name} makes, divides or shards the step itself. Served are {', '.join(SERVED)}: one process a "
             "device, one device or several."
-        )
-    if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in optimizers):
-        raise InexactError(
-            "LBFGS calls training_step again for the last micro-batch alone. Accumulate nothing under it, or use "
-            "manual optimization and `backward` of this module inside of its closure."
         )

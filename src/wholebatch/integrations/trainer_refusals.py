@@ -47,7 +47,11 @@ def refuse(trainer: transformers.Trainer, size: Size, stays: bool) -> None:
         "micro_batch_size, as it prepares its own inputs with each call": size is not None and stays,
         "include_num_input_tokens_seen with a micro_batch_size, as samples are not collated when it counts": tokens,
         "several GPUs in one process (DataParallel; torchrun starts a process for each)": args.n_gpu > 1,
-        "tensor, context or sequence parallelism": getattr(trainer.accelerator, "parallelism_config", None) is not None,
+        "tensor, context or sequence parallelism, where ranks hold the same rows or parts of them and what all ranks "
+        "count is not the window's (wb.shares counts over a group of ranks, in a loop of your own)": any(
+            (getattr(getattr(trainer.accelerator, "parallelism_config", None), f"{kind}_size", 1) or 1) > 1
+            for kind in ("tp", "cp", "sp")
+        ),
         "a model sharded when it was loaded": getattr(trainer, "is_distributed_loading_by_transformers", False),
         "auto_find_batch_size, which trains on smaller batches (say micro_batch_size=wb.Auto(...))": (
             args.auto_find_batch_size

@@ -1,8 +1,9 @@
-"""Ultralytics trainers whose step is the whole window's: detection (YOLO26's two branches too) and classification.
+"""Ultralytics trainers whose step is the whole window's: boxes, oriented or not, masks, poses, and classification.
 
 The trainer's own loop stays: it draws micro-batches, warms up, steps, validates and saves. Its forward and backward of
 each micro-batch are put off, by a hook on the model and a criterion that stands before the model's own; when the loop
-steps, the whole window is run, and each branch is divided by the sum of the target scores of the whole window.
+steps, the whole window is run, and each part of the loss is divided by what it is divided by for the whole window: the
+sum of the target scores, or the anchors that hold an object.
 """
 
 from __future__ import annotations
@@ -14,7 +15,14 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Unpack
 from ultralytics.engine.trainer import BaseTrainer
-from ultralytics.utils.loss import E2ELoss, v8ClassificationLoss, v8DetectionLoss
+from ultralytics.utils.loss import (
+    E2ELoss,
+    v8ClassificationLoss,
+    v8DetectionLoss,
+    v8OBBLoss,
+    v8PoseLoss,
+    v8SegmentationLoss,
+)
 
 import wholebatch as wb
 from wholebatch.batch.window import Window
@@ -25,16 +33,27 @@ from wholebatch.options import Options
 
 T = TypeVar("T", bound=BaseTrainer)
 
+PER_ANCHOR: dict[type, tuple[int, ...]] = {
+    v8DetectionLoss: (),
+    v8OBBLoss: (),
+    v8SegmentationLoss: (1,),
+    v8PoseLoss: (1, 2),
+}
+"""Losses that are served, and which of their parts (masks; key points and whether they are seen) are divided by the
+anchors that hold an object. All others are divided by the sum of the target scores."""
+
 
 def exact(trainer: type[T], flush: Literal["end", "never"] = "end", **options: Unpack[Options]) -> type[T]:
-    """Return a subclass of a detection or classification trainer whose window is one batch; give it to `trainer=`.
+    """Return a subclass of an Ultralytics trainer whose window is one batch; give it to `trainer=`.
 
     A window of `nbs / batch` micro-batches then has the gradient of one batch of as many images: each branch of the
-    detection loss divided by the target scores of the whole window (by a counting pass, where there are two branches),
-    classification by its images, once. `batch_norm` has to be chosen, as every YOLO has such layers.
+    detection loss divided by the target scores of the whole window, masks and poses by its anchors with an object (by a
+    counting pass, where there are several), classification by its images, once. `batch_norm` has to be chosen, as every
+    YOLO has such layers.
 
     Args:
-        trainer: `DetectionTrainer`, `ClassificationTrainer`, or a subclass.
+        trainer: `DetectionTrainer`, `OBBTrainer`, `SegmentationTrainer`, `PoseTrainer`, `ClassificationTrainer`, or a
+            subclass.
         flush: "end" steps over what is left at the end of the last epoch, before it is validated and saved; "never"
             drops it, as Ultralytics does.
         **options: as of `wb.backward`.
@@ -155,7 +174,7 @@ def _put_off(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 def _terms(criterion: Any, preds: Any, batch: dict[str, Any], images: int, few: Iterable[str]) -> Any:
-    """Return a micro-batch's terms by branch, and what the loop shows of them."""
+    """Return a micro-batch's terms by branch and denominator, and what the loop shows of them."""
     if isinstance(criterion, v8ClassificationLoss):
         term = from_mean(criterion(preds, batch)[0], len(batch["img"]))
         return {"one": term}, {"loss": term}
@@ -170,22 +189,32 @@ def _terms(criterion: Any, preds: Any, batch: dict[str, Any], images: int, few: 
     terms: dict[str, Any] = {}
     metrics: dict[str, LossSum] = {}
     for name, (branch, predictions, weight) in branches.items():
-        loss, scores, items = _branch(branch, predictions, batch)
-        terms[name] = images * weight * (total(loss) if name in few else LossSum(loss, scores))
-        metrics = {item: LossSum(value * scores.clamp(min=1), scores) for item, value in items.items()}
-    return terms, metrics
+        loss, scores, anchors = _branch(branch, predictions, batch)
+        of_anchors = PER_ANCHOR[type(branch)]
+        of_scores = [place for place in range(len(loss)) if place not in of_anchors]
+        for key, count, places in ((name, scores, of_scores), (f"{name} anchors", anchors, list(of_anchors))):
+            if places:
+                sums = loss[places] * count.clamp(min=1)
+                terms[key] = images * weight * (total(loss[places].sum()) if key in few else LossSum(sums.sum(), count))
+                metrics |= {_names(branch)[place]: LossSum(sums[at].detach(), count) for at, place in enumerate(places)}
+    return terms, {name: metrics[name] for name in _names(criterion)}
 
 
-def _branch(criterion: Any, preds: Any, batch: dict[str, Any]) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Return a branch's loss before it was divided, the target scores that it was divided by, and its parts."""
-    seen: list[Tensor] = []
-    hook = criterion.assigner.register_forward_hook(lambda module, given, found: seen.append(found[2].sum()))
+def _branch(criterion: Any, preds: Any, batch: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
+    """Return a branch's losses, and what they were divided by: target scores, and anchors that hold an object."""
+    if isinstance(preds.get("proto"), tuple):
+        raise InexactError(
+            f"{type(criterion).__name__} has a semantic branch, which it leaves out for a micro-batch without objects "
+            "and not for a batch with some. Train a model without it (yolo11n-seg.yaml)."
+        )
+    seen: list[tuple[Tensor, Tensor]] = []
+    hook = criterion.assigner.register_forward_hook(lambda module, given, found: seen.append((found[2], found[3])))
     try:
-        loss, items = criterion(preds, batch)
+        loss = criterion(preds, batch)[0]
     finally:
         hook.remove()
-    scores = seen[0].detach()
-    return loss.sum() / len(batch["img"]) * scores.clamp(min=1), scores, items
+    scores, anchors = (each.detach().sum().to(loss.dtype) for each in seen[0])
+    return loss / len(batch["img"]), scores, anchors
 
 
 def _names(criterion: Any) -> tuple[str, ...]:
@@ -207,8 +236,9 @@ def _refuse(trainer: Any) -> None:
 def _refuse_loss(criterion: Any, task: str) -> None:
     branches = [criterion.one2many, criterion.one2one] if isinstance(criterion, E2ELoss) else [criterion]
     for kind in (type(branch) for branch in branches):
-        if kind not in (v8DetectionLoss, v8ClassificationLoss):
+        if kind not in (*PER_ANCHOR, v8ClassificationLoss):
             raise InexactError(
-                f"What {kind.__name__} of the task {task!r} averages over is not known here. Served are detection and "
-                "classification (task='detect', task='classify')."
+                f"What {kind.__name__} of the task {task!r} averages over is not known here. Served are "
+                f"{', '.join(each.__name__ for each in (*PER_ANCHOR, v8ClassificationLoss))}: detection, segmentation, "
+                "poses and oriented boxes up to YOLO11, detection and oriented boxes of YOLO26, and classification."
             )
