@@ -8,6 +8,7 @@ sum of the target scores, or the anchors that hold an object.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any, ClassVar, Literal, TypeVar, cast
 
@@ -194,10 +195,15 @@ def _terms(criterion: Any, preds: Any, batch: dict[str, Any], images: int, few: 
         of_scores = [place for place in range(len(loss)) if place not in of_anchors]
         for key, count, places in ((name, scores, of_scores), (f"{name} anchors", anchors, list(of_anchors))):
             if places:
-                sums = loss[places] * count.clamp(min=1)
-                terms[key] = images * weight * (total(loss[places].sum()) if key in few else LossSum(sums.sum(), count))
-                metrics |= {_names(branch)[place]: LossSum(sums[at].detach(), count) for at, place in enumerate(places)}
+                divided = total if key in few else functools.partial(_divided, count)
+                terms[key] = images * weight * divided(loss[places].sum())
+                metrics |= {_names(branch)[place]: divided(loss[place].detach()) for place in places}
     return terms, {name: metrics[name] for name in _names(criterion)}
+
+
+def _divided(count: Tensor, loss: Tensor) -> LossSum:
+    """Undo the division of a micro-batch's loss by its own count, or by 1 where that is smaller."""
+    return LossSum(loss * count.clamp(min=1), count)
 
 
 def _branch(criterion: Any, preds: Any, batch: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
