@@ -3,6 +3,7 @@
 #   make train    train a small language model, and measure its gradient against the whole batch's
 #   make test     the tests
 #   make lint types docs bench
+#   make ultralytics   the tests of its integration, in a .venv of their own
 #
 # PYTHON is the interpreter of a new .venv (the pinned versions need 3.11 or newer; the library runs on 3.10).
 # TORCH  is what pip installs as torch. A Linux machine without a GPU can save gigabytes with
@@ -15,13 +16,17 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 PINNED := --constraint constraints.txt
 
-.PHONY: train test lint types docs bench tables clean
+.PHONY: train test ultralytics lint types docs bench tables clean
 
 train: .venv/.run
 	$(BIN)/wholebatch train $(ARGS)
 
 test: .venv/.dev
 	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist worksteal $(ARGS)
+
+# In a .venv of its own: Ultralytics needs torchvision, and transformers will not load beside one without operators.
+ultralytics: .venv-ultralytics/.done
+	.venv-ultralytics/bin/python -m pytest tests/integrations/test_ultralytics.py $(ARGS)
 
 lint: .venv/.dev
 	$(BIN)/ruff check .
@@ -54,7 +59,7 @@ tables: .venv/.dev
 	$(BIN)/python benchmarks/tables.py
 
 clean:
-	rm -rf .venv docs/_build build dist .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv .venv-ultralytics docs/_build build dist .pytest_cache .mypy_cache .ruff_cache
 
 # The stamps: a second call installs nothing unless the lists have changed.
 .venv/.torch: constraints.txt
@@ -74,4 +79,12 @@ clean:
 
 .venv/.bench: .venv/.dev
 	$(PIP) $(PINNED) --editable '.[dev,bench]'
+	@touch $@
+
+.venv-ultralytics/.done: constraints.txt pyproject.toml
+	$(PYTHON) -m venv .venv-ultralytics
+	.venv-ultralytics/bin/python -m pip install --quiet --disable-pip-version-check $(TORCH)
+	.venv-ultralytics/bin/python -m pip install --quiet --disable-pip-version-check \
+		torchvision==0.28.0 ultralytics==8.4.190 pytest==9.2.0 pytest-timeout==2.4.0 hypothesis==6.170.17 \
+		--editable .
 	@touch $@

@@ -73,6 +73,14 @@ CASES = [
         uneven(),
         id="bert-classes",
     ),
+    pytest.param("MixtralForCausalLM", {"router_aux_loss_coef": 0.1}, alone.texts(), {}, id="mixtral-even-batches"),
+    pytest.param(
+        "BertForSequenceClassification",
+        alone.CLASSES,
+        alone.labelled(alone.texts(), lambda i: i % 3),
+        {},
+        id="bert-even-batches",
+    ),
     pytest.param("LlamaForCausalLM", {}, alone.texts(18), uneven(), id="a-rank-without-rows-in-the-last-window"),
     pytest.param(
         "GPT2LMHeadModel", {}, alone.texts(), uneven({"compute_loss_func": alone.shared}), id="gpt2-users-share"
