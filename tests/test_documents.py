@@ -54,6 +54,7 @@ def reader() -> dict[str, object]:
         "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
         "loader": rows,
         "batch": rows[0],
+        "k": 3,
     }
 
 
@@ -81,9 +82,44 @@ def test_there_is_a_block_to_run() -> None:
     assert sum(block.language in ("python", "diff") for block in blocks(ROOT / "README.md")) >= 2
 
 
-def test_the_diff_of_the_readme_takes_two_lines_out_and_puts_one_in() -> None:
-    (diff,) = (block.text for block in blocks(ROOT / "README.md") if block.language == "diff")
-    assert [sum(line.startswith(sign) for line in diff.splitlines()) for sign in "-+"] == [2, 1]
+def diffs() -> list[str]:
+    return [block.text for block in blocks(ROOT / "README.md") if block.language == "diff"]
+
+
+def test_the_diffs_of_the_readme_take_out_more_than_they_put_in() -> None:
+    assert [[sum(line.startswith(sign) for line in diff.splitlines()) for sign in "-+"] for diff in diffs()] == [
+        [7, 5],
+        [2, 1],
+    ]
+
+
+def trained(sign: str) -> dict[str, torch.Tensor]:
+    """What the accumulating loop of the README makes of unlike micro-batches and a short end."""
+    names = reader()
+    defined = next(block.text for block in blocks(ROOT / "README.md") if block.language == "python")
+    exec(compile(defined, "README.md", "exec"), names)
+    batch = names["loader"][0]  # type: ignore[index]
+    parts = [(0, 6), (6, 8), (8, 15), (15, 16)]
+    names["loader"] = [{name: rows[a:b] for name, rows in batch.items()} for a, b in parts]
+    exec(compile(side(diffs()[0], sign), "README.md", "exec"), names)
+    return names["model"].state_dict()  # type: ignore[attr-defined, no-any-return]
+
+
+def by_whole_batches() -> dict[str, torch.Tensor]:
+    names = reader()
+    model, optimizer, batch = names["model"], names["optimizer"], names["loader"][0]  # type: ignore[index]
+    for a, b in [(0, 15), (15, 16)]:  # three micro-batches, and the one that is left
+        optimizer.zero_grad()  # type: ignore[attr-defined]
+        nn.functional.cross_entropy(model(batch["x"][a:b]), batch["y"][a:b]).backward()  # type: ignore[operator]
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # type: ignore[attr-defined]
+        optimizer.step()  # type: ignore[attr-defined]
+    return model.state_dict()  # type: ignore[attr-defined, no-any-return]
+
+
+@pytest.mark.parametrize(("sign", "right"), [("+", True), ("-", False)])
+def test_the_changed_accumulating_loop_of_the_readme_steps_with_whole_batches(sign: str, right: bool) -> None:
+    found, meant = trained(sign), by_whole_batches()
+    assert all(torch.allclose(found[name], meant[name], rtol=1e-12, atol=1e-12) for name in meant) is right
 
 
 def test_both_sides_of_the_readme_diff_train_the_same_parameters() -> None:
