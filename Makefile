@@ -45,6 +45,7 @@ bench: .venv/.bench
 	$(BIN)/python benchmarks/variable_length.py
 	$(BIN)/python benchmarks/memory.py
 	$(BIN)/python benchmarks/recovery.py
+	$(BIN)/python benchmarks/long_rows.py
 	$(BIN)/python benchmarks/precision.py
 	$(BIN)/python benchmarks/soak.py
 	$(BIN)/python benchmarks/attacks.py

@@ -95,6 +95,24 @@ def memory(result: Result) -> list[str]:
     return [*lines, "", f"{size}, {cap}; {measured_on(result)} (`benchmarks/memory.py`)."]
 
 
+def long_rows(result: Result) -> list[str]:
+    sizes = list(dict.fromkeys(row["vocabulary"] for row in result["rows"]))
+    heads = [f"{size:,} words: {what}" for size in sizes for what in ("peak", "CPU time, median (quartiles)", "error")]
+    lines = ["| way | " + " | ".join(heads) + " |", "|---" * (1 + len(heads)) + "|"]
+    for way in dict.fromkeys(row["way"] for row in result["rows"]):
+        cells = []
+        for row in (row for row in result["rows"] if row["way"] == way):
+            time = row["cpu_ratio"]
+            cells.append(f"{row['peak'] / 2**20:,.0f} MiB, {row['peak_ratio']:.2f}")
+            cells.append(f"{time['median']:.2f} ({time['low']:.2f} to {time['high']:.2f})")
+            cells.append(f"{row['gradient_error']:.0e}")
+        lines.append(f"| {way} | {' | '.join(cells)} |")
+    s = result["settings"]
+    size = f"Forward and backward of the head alone, one row of {s['tokens']:,} tokens, width {s['width']}, float32"
+    against = "peak and time of all logits at once = 1; the error is the gradient's, against double precision"
+    return [*lines, "", f"{size}; {against}; {measured_on(result)} (`benchmarks/long_rows.py`)."]
+
+
 def recovery(result: Result) -> list[str]:
     lines = [
         "| window | in the forward | late in the backward | redone by hand | windows after it | gradient error |",
@@ -223,6 +241,7 @@ TABLES: dict[str, Callable[[Result], list[str]]] = {
     "attacks": attacks,
     "coupled": coupled,
     "exactness": exactness,
+    "long_rows": long_rows,
     "memory": memory,
     "overhead": overhead,
     "precision": precision,
