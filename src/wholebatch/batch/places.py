@@ -24,10 +24,12 @@ class Named(Protocol):
     """A leaf of a batch."""
 
     @property
-    def value(self) -> object: ...
+    def value(self) -> object:
+        """What lies there."""
 
     @property
-    def shape(self) -> tuple[int, ...]: ...
+    def shape(self) -> tuple[int, ...]:
+        """Its dimensions."""
 
 
 def said_of_places(leaves: Iterable[Named], rows: int) -> str:

@@ -19,7 +19,7 @@ from wholebatch.batch.window import MicroBatch
 from wholebatch.batchnorm.normalising import nothing_normalises
 from wholebatch.batchnorm.plain import PlainWindow
 from wholebatch.errors import InexactError
-from wholebatch.model.inspection import ModelInfo
+from wholebatch.model.inspection import ModelInfo, unwrapped
 from wholebatch.options import Options
 from wholebatch.ranks.agreement import Ranks
 
@@ -60,7 +60,7 @@ def _stages(
     from wholebatch.batchnorm.statistics_sync import Alone, statistics_over
     from wholebatch.batchnorm.tensor_store import HostTensorStore, TensorStore
     from wholebatch.batchnorm.threaded import ThreadedExecutor
-    from wholebatch.batchnorm.window import WholeWindow, unwrapped
+    from wholebatch.batchnorm.window import WholeWindow
 
     model = unwrapped(model_info.model)
     if choice == "exact-lock-step":

@@ -7,7 +7,7 @@ from types import TracebackType
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from wholebatch.batch.tree import move
 from wholebatch.batch.window import MicroBatch
@@ -180,18 +180,6 @@ class WholeWindow(PlainWindow):
                 "Draw random numbers from torch, random or numpy.random's global state, which are set back, and keep "
                 "nothing between calls."
             )
-
-
-def unwrapped(model: nn.Module) -> nn.Module:
-    """Look into DistributedDataParallel and torch.compile."""
-    while True:
-        if isinstance(model, nn.parallel.DistributedDataParallel):
-            inner: Any = model.module
-        else:
-            inner = getattr(model, "_orig_mod", None)  # where torch.compile keeps what it was given
-        if not isinstance(inner, nn.Module):
-            return model
-        model = inner
 
 
 def _same(before: ModelCall, call: ModelCall) -> bool:

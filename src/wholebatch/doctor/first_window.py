@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from wholebatch.doctor.parameters import Parameters
-from wholebatch.verify.reference import twin_of, unwrapped
+from wholebatch.model.inspection import unwrapped
+from wholebatch.verify.reference import twin_of
 
 
 @dataclasses.dataclass

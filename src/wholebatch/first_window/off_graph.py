@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from wholebatch.first_window.kinks import BENT, COMPARED, LARGEST, Kink, line_of
+from wholebatch.model.dispatch import OperatorMode
 
 READ = "local_scalar_dense"
 """What ``item()`` and ``float()`` come down to: from here on Python computes, and may clip or compare."""
@@ -25,7 +25,7 @@ OURS = Path(__file__).parents[1]
 """Where the backward is called: what has no other frame of Python's below it is a formula of torch's own."""
 
 
-class OffGraph(TorchDispatchMode):
+class OffGraph(OperatorMode):
     """Note what is clipped, bent, compared or read as a number while no graph carries it.
 
     Followed are the values that depend on something that learns, also once they are detached.
@@ -40,10 +40,8 @@ class OffGraph(TorchDispatchMode):
         ['clamp']
     """
 
-    supports_higher_order_operators = True
-
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.disturbed: tuple[str, bool] | None = None
         self._seen: list[Kink] = []
         self._follows = WeakTensorKeyDictionary()

@@ -305,7 +305,8 @@ class Trial:
     def _returned(self, micro_batch: Any) -> Any:
         """Call the loss function with a micro-batch of its own, which it may change."""
         copied = BatchTree(micro_batch).map(lambda leaf: _copied(leaf.value))
-        self._kinks.take([]), self._aside.take()  # of a call that has failed
+        self._kinks.take([])  # of a call that has failed
+        self._aside.take()
         with self.ranks.local(), offloaded(self.model_info.model, self.options.get("offload", False)), self._kinks:
             return self._watched(self.model_info.model, move(copied, self.model_info.device))
 

@@ -68,8 +68,7 @@ class Judge:
                 reason = outcome.empty
                 if not reason:
                     said = self._verdict(sample, outcome)
-                    for few in beside:
-                        self._try_beside(few)
+                    self._try_beside(beside)
                     return said
             except NotTried as error:
                 reason = str(error)
@@ -126,17 +125,18 @@ class Judge:
         beyond = refuse_bent(self.trial, sample, outcome, alone=self._ready_made_alone(sample))
         return _words(sample, outcome) + beyond
 
-    def _try_beside(self, sample: TriedRows) -> None:
+    def _try_beside(self, samples: Sequence[TriedRows]) -> None:
         """Try rows that lie side by side; what can't be shown of these few takes nothing from what has been shown.
 
         Raises:
             InexactError: if they do not add up.
         """
-        outcome = self._safely(sample)
-        if outcome is None or outcome.empty or not outcome.is_finite:
-            return
-        with suppress(NotTried):
-            self._verdict(sample, outcome)
+        for sample in samples:
+            outcome = self._safely(sample)
+            if outcome is None or outcome.empty or not outcome.is_finite:
+                continue
+            with suppress(NotTried):
+                self._verdict(sample, outcome)
 
     def _explains(self, sample: TriedRows) -> bool:
         """Tell whether a layout is the reason: cut through it, rows must not add up; further rows laid so must.

@@ -78,9 +78,9 @@ class Answers:
         def run(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             answer = forward(*args, **kwargs)
             leaves, form = pytree.tree_flatten(answer)
-            said.extend(self.layout.by_row(leaf, rows) for leaf in leaves if has_entries(leaf))
+            said.extend(self.layout.by_row(leaf, rows) for leaf in leaves if may_have_rows(leaf))
             self.forms.append(
-                (module, form, [Kept(leaf.dim()) if has_entries(leaf) else _rest(leaf) for leaf in leaves])
+                (module, form, [KeptRows(leaf.dim()) if may_have_rows(leaf) else _rest(leaf) for leaf in leaves])
             )
             return answer
 
@@ -97,7 +97,7 @@ class Answers:
             if known is not module or form is None:
                 raise LossError(f"{type(module).__name__} is called in another order for all rows than for some.")
             whole = [
-                self.layout.together(next(tensors), leaf.dimensions) if isinstance(leaf, Kept) else leaf
+                self.layout.together(next(tensors), leaf.dimensions) if isinstance(leaf, KeptRows) else leaf
                 for leaf in leaves
             ]
             return pytree.tree_unflatten(whole, form)
@@ -107,13 +107,13 @@ class Answers:
 
 
 @dataclass(frozen=True)
-class Kept:
+class KeptRows:
     """Stands for a tensor of so many dimensions that was kept by row."""
 
     dimensions: int
 
 
-def has_entries(value: Any) -> TypeGuard[Tensor]:
+def may_have_rows(value: Any) -> TypeGuard[Tensor]:
     """Say whether something is a tensor that may have rows."""
     return isinstance(value, Tensor) and value.dim() > 0
 

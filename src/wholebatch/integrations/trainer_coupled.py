@@ -9,6 +9,7 @@ believed only if the loss of some rows, in value and in gradient, is the one tha
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
@@ -22,7 +23,7 @@ from wholebatch.errors import LossError, SplitError
 from wholebatch.integrations import probing
 from wholebatch.integrations.foreign_loop import everywhere, world
 from wholebatch.integrations.infer_denominator import Inputs, Said, apart, has_rows, targets_of
-from wholebatch.integrations.module_calls import Answers, Layout, has_entries, parts
+from wholebatch.integrations.module_calls import Answers, Layout, may_have_rows, parts
 from wholebatch.integrations.recognition import UNFIT, few, said_by, tolerances
 from wholebatch.integrations.side_effects import Kept
 from wholebatch.integrations.trainer_loss import Meaning, is_number, value_of
@@ -52,6 +53,7 @@ class Coupling:
         self._modules: list[nn.Module] = []
         self._answers = Answers(Layout())
         self._ignored: list[int] = []
+        self._dimensions: dict[str, int] = {}
 
     def run(self, model: nn.Module, alone: nn.Module, batches: Sequence[Any], options: Options) -> wb.Result:
         """Leave the gradient of a window's loss over all its rows, those of all ranks.
@@ -132,11 +134,10 @@ class Coupling:
     def _learn(self, alone: nn.Module, batches: Sequence[Inputs]) -> None:
         """Find the modules whose answers are kept, the same on every rank."""
         with self._meaning.without_trace(alone):
-            for paired in (False, True):
-                for depth in range(DEEPEST + 1):
-                    self._modules, self._answers = self._at(alone, depth), Answers(Layout(paired))
-                    if all(everywhere(self._explained(alone, batches))):
-                        return
+            for paired, depth in itertools.product((False, True), range(DEEPEST + 1)):
+                self._modules, self._answers = self._at(alone, depth), Answers(Layout(paired))
+                if all(everywhere(self._explained(alone, batches))):
+                    return
         self._modules = []
         raise LossError(
             "coupled=True cannot tell what of the loss is made row by row: the loss of some rows is not the one that "
@@ -199,7 +200,7 @@ class Coupling:
         with self._answers.kept(self._modules, rows) as said:
             self._ask(alone, inputs)
         kept.restore()
-        given = {name: self._layout.by_row(each, rows) for name, each in inputs.items() if has_entries(each)}
+        given = {name: self._layout.by_row(each, rows) for name, each in inputs.items() if may_have_rows(each)}
         self._dimensions = {name: inputs[name].dim() for name in given}
         return {"said": said, "given": list(given.values())}
 
@@ -222,13 +223,13 @@ def _rows(inputs: Inputs, layout: Layout) -> int:
 
 def _rest(inputs: Inputs) -> tuple[int, dict[str, Any]]:
     """Return how many rows a micro-batch has, and what is no tensor with rows in it, on the host."""
-    others = {name: value for name, value in inputs.items() if not has_entries(value)}
+    others = {name: value for name, value in inputs.items() if not may_have_rows(value)}
     return len(targets_of(inputs)), cast("dict[str, Any]", move(others, "cpu") if world() > 1 else others)
 
 
 def _as_one(batches: Sequence[Inputs], layout: Layout) -> dict[str, Any]:
     """Put micro-batches of one width together."""
-    tensors = {name: value.dim() for name, value in batches[0].items() if has_entries(value)}
+    tensors = {name: value.dim() for name, value in batches[0].items() if may_have_rows(value)}
     by_row = {name: [layout.by_row(each[name], _rows(each, layout)) for each in batches] for name in tensors}
     joined = {name: layout.together(torch.cat(by_row[name]), dimensions) for name, dimensions in tensors.items()}
     return {**_together([_rest(each) for each in batches], layout), **joined}

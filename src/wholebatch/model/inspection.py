@@ -82,3 +82,16 @@ class ModelInfo:
         paths = {id(each): path for path, each in self.model.named_modules()}
         place = paths.get(id(module), f"{type(module).__name__} outside of the model")
         return ".".join(filter(None, (place, name)))
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """Return the user's own module out of ``DistributedDataParallel`` and ``torch.compile``."""
+    while True:
+        if isinstance(model, nn.parallel.DistributedDataParallel):
+            model = model.module
+            continue
+        inside = vars(model).get("_modules")
+        own = inside.get("_orig_mod") if isinstance(inside, dict) else None  # a scripted model has no such dict
+        if not isinstance(own, nn.Module):
+            return model
+        model = own

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from wholebatch.errors import WholeBatchError
 from wholebatch.loss.terms import LossSum
 from wholebatch.model.comparison import Comparison, compare, joined
-from wholebatch.model.inspection import uses_batch_statistics
+from wholebatch.model.inspection import unwrapped, uses_batch_statistics
 from wholebatch.verify import causes
 from wholebatch.verify.coupling import find_coupling
 from wholebatch.verify.finding import Finding
@@ -33,7 +33,6 @@ from wholebatch.verify.reference import (
     plain_gradient,
     rows_or_one,
     terms_in,
-    unwrapped,
 )
 
 EXPLAINED = 1e-6

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from wholebatch.batch.window import Window, micro_batches_of
 from wholebatch.errors import LossError
 from wholebatch.loss.terms import LossSum, Terms
+from wholebatch.model.inspection import unwrapped
 from wholebatch.model.references import reach_of
 from wholebatch.model.state import State
 from wholebatch.verify.copies import Widening, as_dtype, copied
@@ -375,19 +376,6 @@ def buffers_of(model: nn.Module) -> dict[str, Tensor]:
 def rows_or_one(batch: Any) -> int:
     """Return the rows of a batch, 1 where it has none."""
     return rows_in(batch) or 1
-
-
-def unwrapped(model: nn.Module) -> nn.Module:
-    """Return the user's own module out of ``DistributedDataParallel`` and ``torch.compile``."""
-    while True:
-        if isinstance(model, nn.parallel.DistributedDataParallel):
-            model = model.module
-            continue
-        inside = vars(model).get("_modules")
-        own = inside.get("_orig_mod") if isinstance(inside, dict) else None  # a scripted model has no such dict
-        if not isinstance(own, nn.Module):
-            return model
-        model = own
 
 
 def twin_of(model: nn.Module) -> nn.Module:

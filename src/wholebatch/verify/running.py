@@ -18,14 +18,14 @@ from wholebatch.errors import SyncError, WholeBatchError
 from wholebatch.gradient.result import Result
 from wholebatch.gradient.separable import backward
 from wholebatch.loss.terms import LossFunction
-from wholebatch.model.inspection import ModelInfo
+from wholebatch.model.inspection import ModelInfo, unwrapped
 from wholebatch.model.references import reach_of
 from wholebatch.model.snapshot import Moved, Snapshot
 from wholebatch.model.state import State
 from wholebatch.options import Options
 from wholebatch.verify.copies import copied, tensors_in
 from wholebatch.verify.explaining import FOREIGN
-from wholebatch.verify.reference import Gradients, buffers_of, held, named_targets, twin_of, unwrapped
+from wholebatch.verify.reference import Gradients, buffers_of, held, named_targets, twin_of
 from wholebatch.verify.watching import HookSums, RecordedLoss, optimizers_kept
 
 T = TypeVar("T")
