@@ -149,12 +149,8 @@ class Limited(torch.autograd.Function):
         return gradient * (FAR / gradient.norm()).clamp(max=1.0)
 
 
-class Steep(torch.autograd.Function):
+class Steep(Limited):
     """Bounds the gradient of each number by itself."""
-
-    @staticmethod
-    def forward(ctx: Any, values: Tensor) -> Tensor:
-        return values.clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
