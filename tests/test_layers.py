@@ -16,6 +16,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "wholebatch"
 ORDER = (
     "amounts",
     "errors",
+    "noise_scale",
     "options",
     "loss",
     "losses",

@@ -29,6 +29,7 @@ from wholebatch.gradient.result import Result
 from wholebatch.gradient.separable import backward
 from wholebatch.loss.terms import LossSum, from_mean, mean, once, total
 from wholebatch.model.checkpointing import checkpointed
+from wholebatch.noise_scale import NoiseEstimate, NoiseScale
 from wholebatch.planning.arrangement import Arrangement
 from wholebatch.planning.planner import plan
 from wholebatch.policies import NominalBatch, scale_adam, scale_lr
@@ -59,6 +60,8 @@ __all__ = [
     "LossError",
     "LossSum",
     "Mean",
+    "NoiseEstimate",
+    "NoiseScale",
     "NominalBatch",
     "NonFiniteError",
     "OutOfMemoryError",

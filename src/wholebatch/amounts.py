@@ -1,4 +1,4 @@
-"""Numbers of bytes as people write them, and as they read them."""
+"""Numbers as people write them, and as they read them."""
 
 from __future__ import annotations
 
@@ -45,6 +45,35 @@ def in_bytes(number: float) -> str:
     if mebibytes >= 1024:
         return f"{mebibytes / 1024:.1f} GiB"
     return f"{mebibytes:.0f} MiB" if mebibytes >= 10 else f"{mebibytes:.1f} MiB"
+
+
+def whole_number(value: Any, name: str, example: str) -> int:
+    """Return a whole number of at least 1 as a plain int; NumPy's are whole numbers too.
+
+    Raises:
+        TypeError: for a bool, a float, a string, anything else.
+        ValueError: for less than 1.
+    """
+    if not _is_whole(value):
+        raise TypeError(f"{name} is {shown(value)}, but must be a whole number: {example}.")
+    number = operator.index(value)
+    if number < 1:
+        raise ValueError(f"{name} is {number}, but must be at least 1: {example}.")
+    return number
+
+
+def _is_whole(value: Any) -> bool:
+    try:
+        operator.index(value)
+    except TypeError:
+        return False
+    return not isinstance(value, bool)
+
+
+def shown(value: Any) -> str:
+    """Write a value of any size down in one line, with its type."""
+    written = " ".join(repr(value).split())
+    return f"{written if len(written) <= 60 else written[:57] + '...'}, of type {type(value).__name__}"
 
 
 def _whole(amount: Any, name: str) -> int:

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.amp import GradScaler
 
+from wholebatch.noise_scale import NoiseScale
+
 Counts: TypeAlias = "float | Tensor | Sequence[float | Tensor] | Mapping[str, float | Tensor]"
 
 
@@ -37,6 +39,7 @@ class Options(TypedDict, total=False):
             random draws held still and without a trace, and gradient, loss and items must agree. "first" (the
             default): in the first window of a model, a loss function and a set of options, which then takes up to
             three more micro-batches' time; "always": in every window, for tests; "never".
+        noise_scale: measures every n-th window how noisy the gradient is, of its micro-batches: `NoiseScale`.
     """
 
     items: Callable[[Any], Counts] | None
@@ -47,6 +50,7 @@ class Options(TypedDict, total=False):
     offload: bool
     batch_norm: Literal["exact", "exact-per-rank", "exact-lock-step", "pooled", "micro"] | None
     verify: Literal["first", "always", "never"]
+    noise_scale: NoiseScale | None
 
 
 CHOICES: dict[str, tuple[object, ...]] = {
@@ -65,6 +69,7 @@ KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
         "a floating-point dtype: accumulate_in=torch.float32",
     ),
     "offload": (lambda v: isinstance(v, bool), "True or False"),
+    "noise_scale": (lambda v: isinstance(v, NoiseScale), "what measures it, and keep it: noise_scale=wb.NoiseScale()"),
 }
 """What the other options must be, and how to say it."""
 
@@ -90,6 +95,7 @@ ELSEWHERE = {
     "accumulate_in": "accumulate_dtype|accum_dtype|grad_dtype|sum_in|precision|dtype",
     "offload": "cpu_offload|offload_to_cpu|save_on_cpu",
     "sync": "no_sync|sync_every|gradient_sync|synchronize|synchronise",
+    "noise_scale": "noise|gradient_noise_scale|gns|gns_monitor",
     "on_nonfinite": "skip_nonfinite|skip_nan|on_nan|error_if_nonfinite",
 }
 """What other tools call these."""

@@ -24,6 +24,7 @@ from wholebatch.loss.counts import Count, precise
 from wholebatch.loss.terms import LossFunction
 from wholebatch.model.flat_gradients import Buffers
 from wholebatch.model.gradients import GradientAccumulator, all_or_nothing
+from wholebatch.noise_scale import NoiseScale
 from wholebatch.options import STEP, Options, checked, checked_scaler
 
 VERSION = 1
@@ -144,7 +145,13 @@ class Step:
             "counters": {"windows": self.windows, "steps": self.steps, "rows": self.rows},
             "scaler": None if self.scaler is None else self.scaler.state_dict(),
             "size": size.state_dict() if isinstance(size, Auto) else None,
+            "noise_scale": None if self.noise_scale is None else self.noise_scale.state_dict(),
         }
+
+    @property
+    def noise_scale(self) -> NoiseScale | None:
+        """What measures the gradient's noise, if it was given."""
+        return self.options.get("noise_scale")
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a state that :meth:`state_dict` returned.
@@ -161,6 +168,8 @@ class Step:
             )
         if state["size"] is not None and isinstance(self.micro_batch_size, Auto):
             self.micro_batch_size.load_state_dict(state["size"])
+        if state.get("noise_scale") is not None and self.noise_scale is not None:
+            self.noise_scale.load_state_dict(state["noise_scale"])
         if self.scaler is not None:
             self.scaler.load_state_dict(state["scaler"])
         self.windows, self.steps, self.rows = counters

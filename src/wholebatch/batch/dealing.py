@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import Sampler
 
-from wholebatch.batch.sizes import Cost, Tokens, whole_number
+from wholebatch.amounts import whole_number
+from wholebatch.batch.sizes import Cost, Tokens
 
 VERSION = 1
 """Of the state dict's layout."""

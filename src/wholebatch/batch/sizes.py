@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from wholebatch.amounts import shown, whole_number
 from wholebatch.batch.leaf_kinds import Nested
 from wholebatch.batch.tree import BatchTree, Leaf
 from wholebatch.errors import SplitError
@@ -46,7 +47,7 @@ class Cost:
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
             if not is_number(value):
-                raise TypeError(f"Cost({name}={_short(value)}): a time is a number, such as Cost(overhead=67.0).")
+                raise TypeError(f"Cost({name}={shown(value)}): a time is a number, such as Cost(overhead=67.0).")
             if not 0 <= value < math.inf:
                 raise ValueError(f"Cost({name}={value}): a micro-batch takes a finite time, and never less than none.")
 
@@ -203,17 +204,17 @@ class Tokens:
         named = [self.length] if isinstance(self.length, str) else self.length
         if named is not None and not callable(named) and not _are_names(named):
             raise TypeError(
-                f"Tokens(length) is {_short(self.length)}, but must be a function of a sample, or name keys: "
+                f"Tokens(length) is {shown(self.length)}, but must be a function of a sample, or name keys: "
                 f'wb.Tokens({self.budget}, length=len), or length="input_ids".'
             )
         if not isinstance(self.mask, str):
             raise TypeError(
-                f"Tokens(mask) is {_short(self.mask)}, but must be the key of the mask or the lengths in the batch: "
+                f"Tokens(mask) is {shown(self.mask)}, but must be the key of the mask or the lengths in the batch: "
                 f'wb.Tokens({self.budget}, mask="attention_mask").'
             )
         if not isinstance(self.cost, (Cost, type(None))):
             raise TypeError(
-                f"Tokens(cost) is {_short(self.cost)}, but must be a Cost, as Cost.fit returns; a bare number of "
+                f"Tokens(cost) is {shown(self.cost)}, but must be a Cost, as Cost.fit returns; a bare number of "
                 "tokens a micro-batch is overhead=."
             )
 
@@ -229,6 +230,25 @@ class Tokens:
         if self.packed:
             return pack(lengths, self.budget)
         return plan(lengths, self.budget, self.cost or Cost(overhead=self.overhead))
+
+    def filled(self, lengths: Sequence[int], order: Sequence[int]) -> list[list[int]]:
+        """Fill micro-batches one after the other with rows in a given order: row numbers of each, ascending.
+
+        Example:
+            >>> Tokens(12).filled([5, 9, 6, 1], order=[0, 2, 3, 1])
+            [[0, 2], [3], [1]]
+        """
+        micro_batches: list[list[int]] = []
+        longest = held = 0
+        for row in order:
+            length = max(1, lengths[row])
+            longest, held = max(longest, length), held + length
+            holds = held if self.packed else longest * (len(micro_batches[-1]) + 1 if micro_batches else 1)
+            if not micro_batches or holds > self.budget:
+                micro_batches.append([])
+                longest = held = length
+            micro_batches[-1].append(row)
+        return [sorted(micro_batch) for micro_batch in micro_batches]
 
     def lengths(self, samples: Iterable[Any]) -> list[int]:
         """Return the length of each sample in tokens.
@@ -346,32 +366,9 @@ class Auto:
         """
         numbers = {name: whole_entry(state, name) for name in self.state_dict()}
         if numbers["limit"] < 1 or numbers["stretch"] < 1 or numbers["quiet"] < 0:
-            raise ValueError(f"{_short(state)} is no state of Auto. Load what its state_dict() returned.")
+            raise ValueError(f"{shown(state)} is no state of Auto. Load what its state_dict() returned.")
         self._limit = min(self._most, numbers["limit"])
         self._stretch, self._quiet = numbers["stretch"], numbers["quiet"]
-
-
-def whole_number(value: Any, name: str, example: str) -> int:
-    """Return a whole number of at least 1 as a plain int; NumPy's are whole numbers too.
-
-    Raises:
-        TypeError: for a bool, a float, a string, anything else.
-        ValueError: for less than 1.
-    """
-    if not _is_whole(value):
-        raise TypeError(f"{name} is {_short(value)}, but must be a whole number: {example}.")
-    number = operator.index(value)
-    if number < 1:
-        raise ValueError(f"{name} is {number}, but must be at least 1: {example}.")
-    return number
-
-
-def _is_whole(value: Any) -> bool:
-    try:
-        operator.index(value)
-    except TypeError:
-        return False
-    return not isinstance(value, bool)
 
 
 def is_number(value: Any) -> bool:
@@ -383,12 +380,6 @@ def whole_entry(state: Any, name: str) -> int:
     """Return the whole number under a name in a loaded state; -1 if there is none, or no state."""
     found = state.get(name) if isinstance(state, Mapping) else None
     return found if isinstance(found, int) else -1
-
-
-def _short(value: Any) -> str:
-    """Write a value of any size down in one line, with its type."""
-    written = " ".join(repr(value).split())
-    return f"{written if len(written) <= 60 else written[:57] + '...'}, of type {type(value).__name__}"
 
 
 def _are_names(value: Any) -> bool:

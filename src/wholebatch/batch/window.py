@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import count, islice
+from itertools import count, groupby, islice
 from typing import Any, Generic, Literal, SupportsIndex, TypeAlias, overload
 
+import torch
 from typing_extensions import TypeVar
 
+from wholebatch.amounts import whole_number
 from wholebatch.batch.leaf_kinds import SCALARS, Entries, has_entries
 from wholebatch.batch.padding import Padding
 from wholebatch.batch.reuse import Memory
-from wholebatch.batch.sizes import Auto, Size, Tokens, whole_number
+from wholebatch.batch.sizes import Auto, Size, Tokens
 from wholebatch.batch.tree import BatchTree, Leaf
 from wholebatch.errors import SplitError
 
@@ -250,6 +252,29 @@ def micro_batches_of(
     if limit is not None or collate is not None:
         return [micro_batch for given in batch for micro_batch in _micro_batches(given, limit, whole, collate)]
     return _ready_made(batch, whole)
+
+
+def at_random(micro_batches: Sequence[MicroBatch], size: Size, seed: int) -> list[MicroBatch]:
+    """Cut anew at random where rows were sorted by length; else leave the micro-batches as they are.
+
+    The gradient is the same. Sorted rows are no random sample of the batch, which a measure of noise needs.
+
+    Args:
+        micro_batches: as :func:`micro_batches_of` returned them for this size.
+        seed: of the order.
+    """
+    tokens = _limit(size)
+    if not isinstance(tokens, Tokens):
+        return list(micro_batches)
+    draws = torch.Generator().manual_seed(seed)
+    found: list[MicroBatch] = []
+    for cut, group in groupby(micro_batches, key=lambda micro_batch: micro_batch.cut):
+        of_one_batch = list(group)
+        lengths = of_one_batch[0].lengths or ()
+        order = [row for micro_batch in of_one_batch for row in micro_batch.index]
+        mixed = [order[place] for place in torch.randperm(len(order), generator=draws).tolist()]
+        found += [MicroBatch(cut, index, lengths, tokens.packed) for index in tokens.filled(lengths, mixed)]
+    return found
 
 
 def _schedule(k: Schedule) -> Callable[[int], int]:

@@ -30,6 +30,9 @@ MASKS = 1 << 16
 SWITCHES = 256
 """Up to how many values of a dict or an object are looked through for switches."""
 
+MEANWHILE = ("verify", "noise_scale")
+"""Options that change nothing of what runs."""
+
 WRAPPERS = ("torch.nn.parallel", "torch.distributed", "torch._dynamo")
 """Whose modules turn switches of their own from window to window."""
 
@@ -44,7 +47,7 @@ def identity_of(functions: Sequence[Any], options: Options, batch: Any) -> Hasha
         >>> identity_of([make()], {}, torch.zeros(2)) == identity_of([make()], {}, torch.zeros(3))
         True
     """
-    chosen = tuple((name, _known(value, 1)) for name, value in options.items() if name != "verify")
+    chosen = tuple((name, _known(value, 1)) for name, value in options.items() if name not in MEANWHILE)
     named = tuple(_known(function, DEPTH) for function in functions)
     return named, chosen, looks_of(batch, options.get("collate") is not None)
 

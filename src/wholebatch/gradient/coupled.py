@@ -186,13 +186,18 @@ def checked_for_all_rows(options: Options) -> Options:
     """Refuse, besides what nobody knows, the options that say how shares of a loss over micro-batches are taken.
 
     Raises:
-        TypeError: for ``items``.
+        TypeError: for ``items`` and ``noise_scale``.
         ValueError: for ``sync="every"``.
     """
     if options.get("items") is not None:
         raise TypeError(
             "items= states what each micro-batch counts, but a loss over all rows is taken once, and states its own "
             "counts. Leave items= out, and return wb.mean(values, weights) or wb.from_mean(loss, items=n) from loss_fn."
+        )
+    if options.get("noise_scale") is not None:
+        raise TypeError(
+            "noise_scale= compares the gradients of micro-batches, but a loss over all rows has none of a single "
+            "micro-batch. Leave it out."
         )
     if options.get("sync") == "every":
         raise ValueError(

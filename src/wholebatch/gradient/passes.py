@@ -14,6 +14,7 @@ from wholebatch.errors import LossError
 from wholebatch.first_window.conduct import WatchedLoss
 from wholebatch.first_window.watch import Unwatched
 from wholebatch.gradient.preconditions import refuse_foreign, refuse_moved
+from wholebatch.gradient.share_norms import Unmeasured
 from wholebatch.loss.denominators import Denominators
 from wholebatch.loss.seeds import BackwardSeeds, weighted
 from wholebatch.loss.shapes import Shapes
@@ -115,6 +116,7 @@ class Backwards:
     Args:
         seeds: where each backward begins.
         travel: when the gradients of all ranks are added up.
+        noise: measures the shares as they arrive.
     """
 
     def __init__(
@@ -125,9 +127,11 @@ class Backwards:
         ranks: Ranks,
         travel: Travel,
         watch: Unwatched,
+        noise: Unmeasured,
     ) -> None:
         self.seeds, self.travel = seeds, travel
         self._model_info, self._gradients, self._ranks, self._watch = model_info, gradients, ranks, watch
+        self._noise = noise
 
     def prepare(self, parsed: ParsedLoss) -> None:
         """Find leaves outside of the model that this backward will add to, so that they are mended or taken back too.
@@ -145,6 +149,12 @@ class Backwards:
     def run(self, parsed: ParsedLoss | None, denominators: Denominators, last: bool = False) -> None:
         """Go back from a share; the last time, all ranks reduce what has been summed."""
         outputs, seeds = ([], []) if parsed is None else self.seeds.of(parsed, denominators)
+        if parsed is not None:
+            self._noise.begins(parsed)
+        self._run(outputs, seeds, last)
+        self._noise.ends()
+
+    def _run(self, outputs: list[Tensor], seeds: list[Tensor | None], last: bool) -> None:
         if last and outputs and self._ranks.world > 1 and self.travel is Travel.LAST and reentrant(outputs):
             self._go_back(outputs, seeds)  # its inner backwards would each look to the reducer like the whole one
             outputs = []

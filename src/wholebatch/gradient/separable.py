@@ -12,6 +12,7 @@ batch. A micro-batch sees only its share of them. Its backward is exact if its s
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -31,7 +32,9 @@ from wholebatch.gradient.out_of_memory import OutOfMemoryRetry, Record, RestartW
 from wholebatch.gradient.passes import Backwards, Forwards
 from wholebatch.gradient.result import Pending, Result
 from wholebatch.gradient.setup import Setup, refuse_no_model, set_up
+from wholebatch.gradient.share_norms import share_norms
 from wholebatch.gradient.whole_leaves import noted_whole_leaves
+from wholebatch.loss.counts import Count
 from wholebatch.loss.denominators import (
     Denominators,
     Divisors,
@@ -46,7 +49,7 @@ from wholebatch.loss.seeds import BackwardSeeds
 from wholebatch.loss.terms import LossFunction, ParsedLoss
 from wholebatch.loss.totals import LossAccumulator, LossTotals, stated_sums
 from wholebatch.model.gradient_hooks import hooks_that_read
-from wholebatch.model.gradients import GradientAccumulator, all_or_nothing
+from wholebatch.model.gradients import GradientAccumulator, all_or_nothing, total_norm
 from wholebatch.norms import Pooled, pooled
 from wholebatch.options import Options, checked
 from wholebatch.ranks.agreement import Next, Status, Travel
@@ -136,7 +139,7 @@ def accumulate(
         setup.begin(gradients, also)
         watch = watch_for(info, loss_fn, len(micro_batches), setup.options, ranks, splits=splits)
         with noted_whole_leaves(setup, loss_fn, batch, micro_batches):
-            pending = _WindowRun(setup, loss_fn, micro_batches, gradients, watch).pending()
+            pending = _WindowRun(setup, loss_fn, micro_batches, gradients, watch, also).pending()
         gradients.end()
         return pending.noted(info, watch.said or verified)
 
@@ -163,6 +166,7 @@ class _WindowRun:
         micro_batches: Sequence[MicroBatch],
         gradients: GradientAccumulator,
         watch: Unwatched,
+        also: Sequence[Tensor],
     ) -> None:
         info, ranks, options = setup.model_info, setup.ranks, setup.options
         self.setup, self.ranks, self.gradients = setup, ranks, gradients
@@ -184,10 +188,19 @@ class _WindowRun:
             looks_at_buffers=options.get("batch_norm") is None,
         )
         seeds = BackwardSeeds(setup.scaler, ranks.divides, drops_empty=ranks.world == 1)
-        self.backwards = Backwards(info, seeds, gradients, ranks, self.travel, watch)
+        self.averaged = _averaged(setup, also)
+        self.noise = share_norms(setup, self.averaged, self.window.meets)
+        self.backwards = Backwards(info, seeds, gradients, ranks, self.travel, watch, self.noise)
         gradients.include(ranks.leaves())
 
     def pending(self) -> Pending:
+        """Run the window, and measure its noise if that is due."""
+        with self.noise:
+            pending = self._pending()
+        self.noise.over()
+        return pending
+
+    def _pending(self) -> Pending:
         """Run the window in one pass if its terms allow, else know the denominators first."""
         self.forwards.begin(self.micro_batches)
         known = self._known_beforehand()
@@ -202,6 +215,7 @@ class _WindowRun:
                 self.forwards.rewind()
                 known = self._counted()
             self.gradients.restart()
+            self.noise.restart()
             self.forwards.rewind()
             self.window.restart()
 
@@ -232,7 +246,7 @@ class _WindowRun:
             if self.recovery is None or micro_batch is None:
                 look(micro_batch)
             else:
-                self.recovery.run(micro_batch, [tally], look)
+                self.recovery.run(micro_batch, [tally, self.noise], look)
         sums = tally.sums()
         before = sums if self.recovery is None else None  # in other micro-batches, other dropout is drawn
         return self._known(sums, "The counting pass", counted_divisors, before)
@@ -265,7 +279,7 @@ class _WindowRun:
             self.backwards.run(self._observed(micro_batch, tally, denominators), denominators)
 
         if self.recovery is not None:
-            records: list[Record] = [tally] if pool is None else [tally, pool]
+            records: list[Record] = [tally, self.noise] if pool is None else [tally, self.noise, pool]
             ran = sum(self.recovery.run(micro_batch, records, whole_micro_batch) for micro_batch in self.micro_batches)
             self.recovery.rest()
             return None, ran
@@ -281,6 +295,8 @@ class _WindowRun:
 
     def _forward(self, micro_batch: MicroBatch | None, tally: LossAccumulator) -> ParsedLoss | None:
         answer = self.forwards.run(micro_batch, tally, len(self.micro_batches))
+        if micro_batch is not None:
+            self.noise.heard(answer, micro_batch.rows)
         if answer is not None:
             self.backwards.prepare(answer)
         return answer
@@ -314,8 +330,13 @@ class _WindowRun:
         observed = denominators.observe(answer, self.extent / max(micro_batch.size, 1))
         correction = denominators.correction()
         if correction != 1.0:
-            self.gradients.scale(correction)
+            self._scale(correction)
         return observed
+
+    def _scale(self, factor: Count) -> None:
+        """Multiply all that has been summed so far."""
+        self.gradients.scale(factor)
+        self.noise.scale(factor)
 
     # Boundary
 
@@ -326,7 +347,9 @@ class _WindowRun:
             waiting, ran = self._run_micro_batches(tally, denominators, pool)
         self.forwards.end(self.micro_batches, ran)
         self.window.backward()
-        sums = self._agreed(tally.sums(), denominators, ran)
+        here = tally.sums()
+        here.schema = replace(here.schema, measured=self.noise.measures)
+        sums = self._agreed(here, denominators, ran)
         factor = self._travelled(waiting, denominators, sums)
         self.window.commit()
         if self.ranks.world == 1:
@@ -360,14 +383,29 @@ class _WindowRun:
         """Let gradients travel; return the factor by which they are still off."""
         factor = denominators.settle(sums)
         if self.ranks.world > 1 and self.travel is not Travel.EVERY:
-            self.gradients.scale(factor)
+            self._scale(factor)
             factor = 1.0
         if self.travel is Travel.LAST:
             self.backwards.run(waiting, denominators, last=True)
         if self.travel is Travel.APART or self.ranks.per_micro_batch:
             self.ranks.reduce(self.gradients)
+        if sums.schema.measured:
+            self._measure(sums, factor)
         self.ranks.conclude(self.gradients)
         return factor
+
+    def _measure(self, sums: LossTotals, factor: Count) -> None:
+        """Learn how far the shares of all ranks scatter; every rank takes part if one of them measures."""
+        numbers = self.noise.numbers(sums)
+        square = total_norm(self.gradients.held(self.averaged), numbers.device).square()
+        self.noise.learn(self.ranks.total(numbers), square, sums, factor)
+
+
+def _averaged(setup: Setup, also: Sequence[Tensor]) -> list[Tensor]:
+    """List the parameters of model and optimizer whose gradient is one and the same on all ranks."""
+    apart = {id(parameter) for parameter in setup.ranks.alone}
+    found = {id(p): p for p in (*setup.model_info.parameters, *also) if p.requires_grad and id(p) not in apart}
+    return list(found.values())
 
 
 def _travel_of(setup: Setup, meets: bool) -> Travel:

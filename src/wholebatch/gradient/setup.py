@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 
 from wholebatch.batch.sizes import Auto, Size
-from wholebatch.batch.window import MicroBatch, micro_batches_of
+from wholebatch.batch.window import MicroBatch, at_random, micro_batches_of
 from wholebatch.gradient.preconditions import refuse_inexact
 from wholebatch.loss.earlier import settle_earlier
 from wholebatch.model.gradients import GradientAccumulator
@@ -53,6 +53,9 @@ class Setup:
         settle_earlier(self.model_info.model)
         whole, collate = self.options.get("whole", ()), self.options.get("collate")
         micro_batches = micro_batches_of(batch, size, whole=whole, collate=collate)
+        noise = self.options.get("noise_scale")
+        if noise is not None and noise.due:
+            micro_batches = at_random(micro_batches, size, noise.seen)
         refuse_inexact(self.model_info, micro_batches, self.options, splits)
         return micro_batches
 

@@ -26,16 +26,19 @@ class Schema:
     named: bool = False
     terms: tuple[tuple[TermKey, str], ...] = ()
     metrics: tuple[tuple[str, str], ...] = ()
+    measured: bool = False
+    """Whether some rank measures its micro-batches' shares, for which all come together once more."""
 
     def __or__(self, other: Schema) -> Schema:
+        measured = self.measured or other.measured
         if not other.terms:
-            return Schema(self.named, self.terms, _joined(self.metrics, other.metrics))
+            return Schema(self.named, self.terms, _joined(self.metrics, other.metrics), measured)
         if self.terms and self.named != other.named:
             raise SyncError(
                 "One rank's loss function returned a dict of terms and another's none, so the terms cannot be told "
                 f"apart: {self.terms} and {other.terms}. Return the same form on every rank."
             )
-        return Schema(other.named, _joined(self.terms, other.terms), _joined(self.metrics, other.metrics))
+        return Schema(other.named, _joined(self.terms, other.terms), _joined(self.metrics, other.metrics), measured)
 
     @property
     def size(self) -> int:

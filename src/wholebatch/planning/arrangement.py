@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from wholebatch.batch.sizes import whole_number
+from wholebatch.amounts import whole_number
 from wholebatch.policies import scale_lr
 
 
