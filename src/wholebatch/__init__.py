@@ -12,6 +12,7 @@ import importlib
 import typing
 
 from wholebatch import distributed, losses, norms, policies
+from wholebatch.batch.batch_schedule import BatchSchedule
 from wholebatch.batch.sizes import Auto, Tokens
 from wholebatch.batch.window import Window, windows
 from wholebatch.distributed import DealtBatches, Pipeline, Shares, shares
@@ -50,6 +51,7 @@ Coupling = CouplingReport
 __all__ = [
     "Arrangement",
     "Auto",
+    "BatchSchedule",
     "Check",
     "Coupled",
     "CoupledLoss",

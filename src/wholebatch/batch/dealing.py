@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import Sampler
 
-from wholebatch.amounts import whole_number
+from wholebatch.batch.batch_schedule import BatchSchedule, as_schedule, steps_of
 from wholebatch.batch.sizes import Cost, Tokens
 
 VERSION = 1
@@ -63,7 +63,7 @@ class DealtBatches(Sampler[list[int]]):
 
     Args:
         dataset: with a length; read once, row by row, if ``length`` is a function or a key.
-        batch_size: rows of one batch, over all ranks.
+        batch_size: rows of one batch, over all ranks; or a :class:`wholebatch.BatchSchedule` of them.
         length: of each row: a list of numbers; a function of a sample, or a key of it, as for ``Tokens``; None for
             rows that all cost the same.
         size: how each rank cuts its rows; its cost decides the deal. Rows of up to 8192 tokens a micro-batch if None.
@@ -86,7 +86,7 @@ class DealtBatches(Sampler[list[int]]):
     def __init__(
         self,
         dataset: Any,
-        batch_size: int,
+        batch_size: int | BatchSchedule,
         length: Sequence[int] | Callable[[Any], int] | str | None = None,
         *,
         size: Tokens | None = None,
@@ -96,7 +96,7 @@ class DealtBatches(Sampler[list[int]]):
         shuffle: bool = True,
         drop_last: bool = False,
     ) -> None:
-        self.batch_size = whole_number(batch_size, "batch_size", "wb.DealtBatches(dataset, 64)")
+        self.schedule = as_schedule(batch_size, "batch_size", "wb.DealtBatches(dataset, 64)")
         self.seed, self.shuffle, self.drop_last = seed, shuffle, drop_last
         known = dist.is_available() and dist.is_initialized()
         self.rank = (dist.get_rank() if known else 0) if rank is None else rank
@@ -108,28 +108,52 @@ class DealtBatches(Sampler[list[int]]):
             )
         self.epoch = 0
         self.batch = 0
+        self._first = 0
         self._rows = len(dataset)
         self._size = None if length is None else size or Tokens(8192)
         self._lengths = _lengths_of(dataset, length, self._size)
 
+    @property
+    def batch_size(self) -> int:
+        """The rows of the batch that comes next."""
+        return self.schedule.at(self._first + self.batch, self.epoch)
+
     def __len__(self) -> int:
-        """How many batches an epoch has, the same on every rank."""
-        return self._rows // self.batch_size if self.drop_last else -(-self._rows // self.batch_size)
+        """How many batches this epoch has, the same on every rank.
+
+        Raises:
+            TypeError: if the batch follows the noise, so that nobody knows.
+        """
+        if not self.schedule.settled:
+            raise TypeError(
+                f"How many batches an epoch has is not known beforehand: {self.schedule!r} follows the noise. Count "
+                "steps, or iterate without a length."
+            )
+        return self._batches(self._first, self.epoch)
 
     def __iter__(self) -> Iterator[list[int]]:
         order = self._order()
-        for batch in range(self.batch, len(self)):
-            rows = order[batch * self.batch_size : (batch + 1) * self.batch_size]
+        start = sum(self.schedule.at(self._first + batch, self.epoch) for batch in range(self.batch))
+        while start < self._rows:
+            size = self.batch_size
+            if self.drop_last and start + size > self._rows:
+                break
+            rows = order[start : start + size]
             dealt = deal([self._lengths[row] for row in rows], self.ranks, self._size)
-            self.batch = batch + 1
+            self.batch, start = self.batch + 1, start + size
             yield [rows[place] for place in dealt[self.rank]]
-        self.set_epoch(self.epoch + 1)
+        self._first += self.batch
+        self.epoch, self.batch = self.epoch + 1, 0
 
     def set_epoch(self, epoch: int) -> None:
         """Go to the beginning of an epoch; happens by itself when one has been read to its end."""
+        if epoch != self.epoch and self.schedule.settled:
+            self._first = 0
+            for earlier in range(epoch):
+                self._first += self._batches(self._first, earlier)
         self.epoch, self.batch = epoch, 0
 
-    def state_dict(self, batches: int | None = None) -> dict[str, int]:
+    def state_dict(self, batches: int | None = None) -> dict[str, Any]:
         """Return where this epoch stands.
 
         Args:
@@ -141,11 +165,13 @@ class DealtBatches(Sampler[list[int]]):
             "seed": self.seed,
             "epoch": self.epoch,
             "batch": self.batch if batches is None else batches,
-            "batch_size": self.batch_size,
+            "batch_size": self._said,
             "rows": self._rows,
+            "first": self._first,
+            "schedule": self.schedule.state_dict(),
         }
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a state, also one that another number of ranks has written.
 
         Raises:
@@ -158,7 +184,22 @@ class DealtBatches(Sampler[list[int]]):
                     f"The state was saved with {name}={state.get(name)}, this sampler has {mine[name]}: its batches "
                     "would not be the same. Build it with the same dataset, batch_size and seed."
                 )
-        self.epoch, self.batch = state["epoch"], state["batch"]
+        if "schedule" in state:
+            self.schedule.load_state_dict(state["schedule"])
+        self.set_epoch(state["epoch"])
+        self._first, self.batch = state.get("first", self._first), state["batch"]
+
+    @property
+    def _said(self) -> int | str:
+        """The batch size in plain words."""
+        said = str(self.schedule)
+        return int(said) if said.isdigit() else said
+
+    def _batches(self, first: int, epoch: int) -> int:
+        """How many batches an epoch has whose first step is this one."""
+        sizes = steps_of(self.schedule, self._rows, first, epoch)
+        short = bool(sizes) and sizes[-1] < self.schedule.at(first + len(sizes) - 1, epoch)
+        return len(sizes) - (self.drop_last and short)
 
     def _order(self) -> list[int]:
         """The rows in the order in which this epoch takes them."""

@@ -10,6 +10,7 @@ import torch
 from typing_extensions import TypeVar
 
 from wholebatch.amounts import whole_number
+from wholebatch.batch.batch_schedule import BatchSchedule
 from wholebatch.batch.leaf_kinds import SCALARS, Entries, has_entries
 from wholebatch.batch.padding import Padding
 from wholebatch.batch.reuse import Memory
@@ -18,7 +19,7 @@ from wholebatch.batch.tree import BatchTree, Leaf
 from wholebatch.errors import SplitError
 
 T = TypeVar("T", default=Any)
-Schedule: TypeAlias = "int | Sequence[int] | Callable[[int], int]"
+Schedule: TypeAlias = "int | Sequence[int] | Callable[[int], int] | BatchSchedule"
 Collate: TypeAlias = "Callable[[list[Any]], Any] | None"
 
 
@@ -65,7 +66,8 @@ def windows(loader: Iterable[T], k: Schedule, last: Literal["apply", "drop"] = "
     Args:
         loader: whatever yields micro-batches.
         k: micro-batches in a window: a number; a sequence of numbers, window by window, whose last one goes on;
-            or a function of the window's number, from 0.
+            or a function of the window's number, from 0. A :class:`wholebatch.BatchSchedule` counts rows: a window is
+            full with as many as its step is to have, or with the micro-batch that brings them.
         last: what becomes of a last window with fewer micro-batches: ``"apply"`` yields it, ``"drop"`` does not.
 
     Returns:
@@ -88,7 +90,9 @@ def windows(loader: Iterable[T], k: Schedule, last: Literal["apply", "drop"] = "
         raise TypeError(f"loader is {loader!r:.80}, of which nothing can be read. Call wb.windows(loader, 8).")
     if last not in ("apply", "drop"):
         raise ValueError(f'last={last!r} is no way to end: a short last window is stepped with, "apply", or "drop".')
-    return Windows(loader, _schedule(k), drop_last=last == "drop")
+    if isinstance(k, BatchSchedule):
+        return Windows(loader, k.at, last == "drop", _rows_of, known=False)
+    return Windows(loader, _schedule(k), last == "drop")
 
 
 class Windows(Iterator[Window[T]], Generic[T]):
@@ -96,12 +100,22 @@ class Windows(Iterator[Window[T]], Generic[T]):
 
     Args:
         loader: whatever yields micro-batches.
-        sizes: says how many micro-batches a window holds, by its number.
-        drop_last: whether a last window with fewer is left out.
+        sizes: says how much a window holds, by its number.
+        drop_last: whether a last window with less is left out.
+        measure: says how much of that a micro-batch is; each counts one if None.
+        known: whether that is known before a micro-batch is there.
     """
 
-    def __init__(self, loader: Iterable[T], sizes: Callable[[int], int], drop_last: bool) -> None:
+    def __init__(
+        self,
+        loader: Iterable[T],
+        sizes: Callable[[int], int],
+        drop_last: bool,
+        measure: Callable[[T], int] | None = None,
+        known: bool = True,
+    ) -> None:
         self._loader, self._sizes, self._drop_last = loader, sizes, drop_last
+        self._measure, self._known = measure or (lambda micro_batch: 1), known
         self._read: Iterator[Window[T]] | None = None
 
     def __iter__(self) -> Windows[T]:
@@ -109,15 +123,17 @@ class Windows(Iterator[Window[T]], Generic[T]):
 
     def __next__(self) -> Window[T]:
         if self._read is None:
-            self._read = _gathered(self._loader, self._sizes, self._drop_last)
+            self._read = _gathered(self._loader, self._sizes, self._drop_last, self._measure)
         return next(self._read)
 
     def __len__(self) -> int:
         """How many windows the whole loader makes.
 
         Raises:
-            TypeError: if the loader has no length.
+            TypeError: if the loader has no length, or windows are counted in rows.
         """
+        if not self._known:
+            raise TypeError("How many windows there will be is not known: they are counted in rows of micro-batches.")
         loader: Any = self._loader  # says itself that it has no length
         number, left = 0, len(loader)
         while left > 0:
@@ -126,7 +142,9 @@ class Windows(Iterator[Window[T]], Generic[T]):
         return number - 1 if left < 0 and self._drop_last else number
 
 
-def _gathered(loader: Iterable[T], sizes: Callable[[int], int], drop_last: bool) -> Iterator[Window[T]]:
+def _gathered(
+    loader: Iterable[T], sizes: Callable[[int], int], drop_last: bool, measure: Callable[[T], int]
+) -> Iterator[Window[T]]:
     micro_batches = iter(loader)
     for number in count():
         first = list(islice(micro_batches, 1))  # before the schedule is asked: it may end with the loader
@@ -134,15 +152,32 @@ def _gathered(loader: Iterable[T], sizes: Callable[[int], int], drop_last: bool)
             return
         size = sizes(number)
         window, memory = Window(first), Memory()
-        while len(window) < size:
+        held = measure(first[0])
+        while held < size:
             memory.add(window[-1])
             following = list(islice(micro_batches, 1))
             if not following:
                 break
             window += following
+            held += measure(following[0])
         memory.check(window)
-        if len(window) == size or not drop_last:
+        if held >= size or not drop_last:
             yield window
+
+
+def _rows_of(micro_batch: Any) -> int:
+    """Count the rows of a micro-batch.
+
+    Raises:
+        SplitError: if they cannot be counted.
+    """
+    rows = _rows(BatchTree(micro_batch))
+    if rows is None:
+        raise SplitError(
+            f"A batch schedule counts rows, and those of a micro-batch of type {type(micro_batch).__name__} cannot be "
+            "counted. Say how many micro-batches a window has: wb.windows(loader, lambda step: schedule.at(step) // 4)."
+        )
+    return rows
 
 
 class MicroBatch:
