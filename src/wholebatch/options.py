@@ -35,8 +35,8 @@ class Options(TypedDict, total=False):
             "exact-lock-step": the same for a model that no graph can be made of, with the graphs of all micro-batches
             in memory; "pooled": each micro-batch normalises by itself and running statistics are pooled and moved on
             once; "micro": as in a plain loop.
-        verify: when a window proves that it may be cut: one micro-batch runs whole and in two uneven parts, with
-            random draws held still and without a trace, and gradient, loss and items must agree. "first" (the
+        verify: when a window proves that it may be cut: one micro-batch runs whole and in two uneven parts, each row
+            with random draws of its own and without a trace, and gradient, loss and items must agree. "first" (the
             default): in the first window of a model, a loss function and a set of options, which then takes up to
             three more micro-batches' time; "always": in every window, for tests; "never".
         noise_scale: measures every n-th window how noisy the gradient is, of its micro-batches: `NoiseScale`.

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from wholebatch.first_window.draws import FixedDraws, NormWatch, uncompiled
+from wholebatch.first_window.draws import FixedDraws, uncompiled
+from wholebatch.first_window.norms import NormWatch
 
 ENCODER = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.3, batch_first=True)
 RECURRENT = nn.LSTM(4, 4, 2, dropout=0.3, batch_first=True)

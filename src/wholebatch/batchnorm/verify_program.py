@@ -14,7 +14,7 @@ from wholebatch.batchnorm.capture import CaptureError
 from wholebatch.batchnorm.model_call import ModelCall
 from wholebatch.batchnorm.operations import AnySize, Operation
 from wholebatch.batchnorm.partition import Program
-from wholebatch.first_window.draws import NormWatch
+from wholebatch.first_window.norms import NormWatch
 from wholebatch.model.comparison import distance
 from wholebatch.model.gradients import leaves_of
 from wholebatch.model.state import State

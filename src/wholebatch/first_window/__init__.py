@@ -5,7 +5,7 @@ parts, must give the same gradient, the same loss, the same items. Tried once fo
 options, before anything of the window itself runs:
 
 1. Choose a micro-batch with two rows or more, and cut it unevenly (:mod:`~wholebatch.first_window.sample`).
-2. Run it whole and take its parts away again, with draws held still (:mod:`~wholebatch.first_window.trial`).
+2. Run it whole and take its parts away again, each row with draws of its own (:mod:`~wholebatch.first_window.trial`).
 3. Where something remains, find out what explains it, and refuse (:mod:`~wholebatch.first_window.verdict`).
 
 It costs two forwards and backwards over one micro-batch, leaves no trace, and nothing is done in later windows.

@@ -62,8 +62,8 @@ def _refuse_scaled(trial: Trial, sample: TriedRows, outcome: TrialOutcome) -> No
     candidates = {kink.place for kink in outcome.kinks[0] if kink.side == "backward" and not kink.compares}
     if not candidates:
         return
-    whole = sample.cut(sample.whole)
-    runs = trial.compare([whole], iter([whole]), even=False).kinks
+    whole = sample.portion(sample.whole)
+    runs = trial.compare(whole, [whole], even=False).kinks
     for turns in turns_at_places(runs):
         kink, half = turns[0]
         follows = kink.shape == half.shape and bool((kink.value.abs() == 2 * half.value.abs()).all())

@@ -1,57 +1,50 @@
-"""Random draws held still, so that a batch and its parts can be compared at all.
+"""Random draws replaced by known numbers, so that a batch and its parts can be compared at all.
 
 Dropout draws per row and in the order of the rows, so that a batch and its halves differ by chance alone. Here every
-draw is replaced by numbers that do not depend on the row: what remains different is not chance. Draws are seen below
-autograd, where torch marks every operator that takes random numbers, whoever calls it: a layer, a kernel of attention,
-an own mask, with the global generator or another one. What torch does not see (NumPy, Python's ``random``) is left.
+draw is replaced by numbers that a row keeps, or that are the same for each row: what remains different is not chance.
+Draws are seen below autograd, where torch marks every operator that takes random numbers, whoever calls it: a layer, a
+kernel of attention, an own mask, with the global generator or another one. What torch does not see (NumPy, Python's
+``random``) is left.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+from torch import Tensor
 
+from wholebatch.first_window.levels import Draw, HeldStill, Levels
+from wholebatch.first_window.lines import PASSED_ON, TORCH, line_of
 from wholebatch.model.dispatch import OperatorMode
-
-STEP = 0.6180339887498949
-"""Multiples of the golden ratio's fraction fill the unit interval evenly, however many are taken."""
-
-TORCH = Path(torch.__file__).parent
 
 DROPOUT_ARGUMENTS = ("dropout_p", "dropout")
 """What kernels that drop out inside call their probability, forward and backward."""
-
-TRAINING = 5
-"""Where every function of torch that normalises over the batch takes whether it is by the rows' own statistics."""
 
 Values = Callable[[Tensor], Tensor]
 
 
 class FixedDraws(OperatorMode):
-    """Replace random draws by fixed numbers that are the same for every row.
+    """Replace random draws by numbers that are known beforehand: by default the same for every row.
 
-    The number at a place depends on its last index alone, if there are two dimensions or more, and is one and the same
-    otherwise. Dropout of whole kernels is switched off. A permutation becomes the reversed order, so that rows that are
-    mixed with each other still are.
+    Dropout of whole kernels is switched off. A permutation is never the order as it was, so that rows that are mixed
+    with each other still are.
 
     Attributes:
         seen: the names of the operators whose draws were replaced.
+        own: where the user's own code draws, in words; layers of torch, which draw for each number by itself, aside.
         redrawn: the names of those that a checkpoint draws anew when it runs its forward again, where it should draw
             the same.
         half: whether something was computed in fewer than 32 bits.
 
     Args:
-        alike: use one and the same number everywhere, for draws whose last dimension is that of the rows.
+        levels: gives the numbers.
 
     Example:
         >>> with FixedDraws() as draws:
@@ -60,14 +53,23 @@ class FixedDraws(OperatorMode):
         (True, ['rand'])
     """
 
-    def __init__(self, alike: bool = False) -> None:
+    def __init__(self, levels: Levels | None = None) -> None:
         super().__init__()
         self.seen: set[str] = set()
+        self.own: set[str] = set()
         self.redrawn: set[str] = set()
         self.half = False
         self._states: set[Any] = set()
-        self._alike = alike
+        self._levels: Levels = levels or HeldStill()
+        self._draw = Draw()
+        self._first: dict[torch.device, Tensor] = {}
         self._plans: dict[Any, Callable[..., Any] | None] = {}
+
+    def begin(self, rows: Sequence[int]) -> None:
+        """Draw for these rows from now on, from the random state of the first draw; the first rows are the whole."""
+        self._levels.begin(rows)
+        for device, state in self._first.items():
+            _set_state(device, state)
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function not in self._plans:
@@ -90,8 +92,8 @@ class FixedDraws(OperatorMode):
         if torch.Tag.nondeterministic_seeded in function.tags and own is not None:
 
             def drawn(args: Any, kwargs: Any) -> Any:
-                self._note(name.strip("_"), (*args, kwargs.get("device")))
-                return own(function, args, kwargs)
+                with self._drawing(name.strip("_"), (*args, kwargs.get("device"))):
+                    return own(function, args, kwargs)
 
             return drawn
         if any(argument.name in DROPOUT_ARGUMENTS for argument in schema.arguments):
@@ -100,44 +102,63 @@ class FixedDraws(OperatorMode):
             return None
         return lambda args, kwargs: self._fixed(function, args, kwargs)
 
-    def _note(self, name: str, given: Sequence[Any]) -> None:
-        """Remember what is drawn and from which state, and move that on, as the draw would have.
+    @contextlib.contextmanager
+    def _drawing(self, name: str, given: Sequence[Any]) -> Iterator[None]:
+        """Remember what is drawn and from which state, and move that on by one step, however much is drawn.
 
         What a checkpoint runs again in the backward has to draw from a state that some forward has drawn from.
         """
         self.seen.add(name)
         devices = [each.device if isinstance(each, Tensor) else each for each in given]
         device = next((each for each in devices if isinstance(each, torch.device)), torch.device("cpu"))
+        place, layer = _caller()
+        if not layer:
+            self.own.add(str(Draw(None, name, place)))
         if device.type not in ("cpu", "cuda"):
+            self._draw = Draw(None, name, place, layer)
+            yield
             return
-        state = torch.get_rng_state() if device.type == "cpu" else torch.cuda.get_rng_state(device)
+        state = _state_of(device)
+        self._first.setdefault(device, state)
         key = str(device), hash(bytes(state.tolist()))
-        torch.rand((), device=device)
         if torch._C._current_graph_task_id() == -1:
             self._states.add(key)
         elif torch.is_grad_enabled() and key not in self._states:  # what a hook draws is not run again
             self.redrawn.add(name)
+        self._draw = Draw(key, name, place, layer)
+        try:
+            yield
+        finally:
+            _set_state(device, state)
+            torch.rand((), device=device)
 
     def _without_dropout(self, schema: Any, args: Any) -> list[Any]:
         changed = list(args)
         for place, argument in enumerate(schema.arguments[: len(changed)]):
             if argument.name in DROPOUT_ARGUMENTS and isinstance(changed[place], float):
                 if changed[place]:
-                    self._note(schema.name.rpartition("::")[2].strip("_"), args)
+                    with self._drawing(schema.name.rpartition("::")[2].strip("_"), args):
+                        pass
                 changed[place] = 0.0
         return changed
 
     def _fixed(self, function: Any, args: Any, kwargs: Any) -> Any:
         """Run an operator of which no more is known than that it draws, and fill what it made."""
-        self._note(function._schema.name.rpartition("::")[2].strip("_"), (*args, kwargs.get("device")))
-        return self._fill(function(*args, **kwargs), lambda u: u)
+        name = function._schema.name.rpartition("::")[2].strip("_")
+        with self._drawing(name, (*args, kwargs.get("device"))):
+            return self._fill(function(*args, **kwargs), lambda u: u)
 
     def _fill(self, result: Any, values: Values) -> Any:
         """Write ``values`` of numbers between 0 and 1 into a tensor, which keeps its identity."""
-        if type(result) is not Tensor or not result.dim() or self._alike:
-            return result.copy_(values(torch.full((), 0.37, dtype=torch.float64)))
-        place = torch.arange(result.shape[-1] if result.dim() > 1 else 1, dtype=torch.float64)
-        return result.copy_(values((0.37 + STEP * place) % 1.0).to(result.device).expand(result.shape))
+        shape = tuple(result.shape) if type(result) is Tensor else ()
+        levels = self._levels.of(self._draw, shape, result.device)
+        return result.copy_(values(levels).to(result.device).expand(result.shape))
+
+    def _uniforms(self, like: Tensor) -> Tensor:
+        """Numbers between 0 and 1, as many as another tensor has."""
+        empty = torch.empty(like.shape, dtype=torch.float64, device=like.device)
+        self._fill(empty, lambda u: u)
+        return empty
 
     def _uniform(self, function: Any, args: Any, kwargs: Any) -> Any:
         low, high = _two(args[1:], kwargs, ("from", "to"), (0.0, 1.0))
@@ -182,8 +203,7 @@ class FixedDraws(OperatorMode):
         chance = args[0] if given is None else given
         if not isinstance(chance, Tensor):
             return self._fill(target, lambda u: (u < chance).double())
-        levels = self._fill(torch.empty(target.shape, dtype=torch.float64, device=target.device), lambda u: u)
-        return target.copy_(levels < chance)
+        return target.copy_(self._uniforms(target) < chance)
 
     def _randint(self, function: Any, args: Any, kwargs: Any) -> Any:
         made = function(*args, **kwargs)
@@ -196,97 +216,35 @@ class FixedDraws(OperatorMode):
 
     def _randperm(self, function: Any, args: Any, kwargs: Any) -> Any:
         made = function(*args, **kwargs)
-        return made.copy_(torch.arange(len(made) - 1, -1, -1))
+        order = self._uniforms(made).argsort(stable=True)
+        as_it_was = bool((order == torch.arange(len(made), device=order.device)).all())
+        return made.copy_(order.flip(0) if as_it_was else order)
 
     def _multinomial(self, function: Any, args: Any, kwargs: Any) -> Any:
         chances, wanted = args[0], int(args[1] if len(args) > 1 else kwargs["num_samples"])
-        likely = chances.argsort(dim=-1, descending=True, stable=True)
+        noise = -(-self._uniforms(chances).log()).log()  # the largest sums are a draw without putting back
+        likely = (chances.double().log() + noise).argsort(dim=-1, descending=True, stable=True)
         places = torch.arange(wanted, device=likely.device) % likely.shape[-1]
         return likely.index_select(-1, places)
 
     def _poisson(self, function: Any, args: Any, kwargs: Any) -> Any:
-        return args[0].round()
+        rate = args[0]
+        return (rate + rate.sqrt() * _gauss(self._uniforms(rate)).to(rate.dtype)).round().clamp(min=0)
 
     def _native_dropout(self, function: Any, args: Any, kwargs: Any) -> Any:
         kept = 1.0 - float(args[1]) if len(args) < 3 or args[2] is not False else 1.0
-        mask = torch.ones_like(args[0], dtype=torch.bool)
-        return args[0] * (1.0 / kept if kept else 0.0), mask  # as its backward scales
+        mask = self._uniforms(args[0]) < kept
+        return args[0] * mask * (1.0 / kept if kept else 0.0), mask  # as its backward scales
 
     def _rrelu_with_noise(self, function: Any, args: Any, kwargs: Any) -> Any:
         given, noise = args[0], args[1]
         lower, upper = _two(args[2:], kwargs, ("lower", "upper"), (1 / 8, 1 / 3))
-        noise.copy_(torch.where(given <= 0, (lower + upper) / 2, 1.0))
+        slope = lower + (upper - lower) * self._uniforms(given)
+        noise.copy_(torch.where(given <= 0, slope, 1.0))
         return given.mul_(noise) if function._schema.name.endswith("_") else given * noise
 
 
-class NormWatch(TorchFunctionMode):
-    """Note every call that normalises by the statistics of the rows it is given, registered as a layer or not.
-
-    Sees the call, so it finds layers that no module has registered: a helper's, a class's, a bare function's.
-
-    Args:
-        hold: let each such call use its running statistics instead, those of an untrained layer where it has none.
-
-    Attributes:
-        seen: where each such call was made, and the running mean that it was given.
-
-    Example:
-        >>> with NormWatch() as norms:
-        ...     _ = torch.nn.BatchNorm1d(3)(torch.randn(4, 3))
-        >>> len(norms.seen)
-        1
-    """
-
-    def __init__(self, hold: bool = False) -> None:
-        super().__init__()
-        self.seen: list[tuple[str, Tensor | None]] = []
-        self._hold = hold
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Look at what is called, and go on."""
-        kwargs = kwargs or {}
-        if "batch_norm" in getattr(function, "__name__", "") and _given(args, kwargs, "training", TRAINING) is True:
-            place = 1 if function is F.batch_norm else 3  # torch's own functions take weight and bias before it
-            mean = _given(args, kwargs, "running_mean", place)
-            self.seen.append((place_of(sys._getframe(1)), mean))
-            if self._hold:
-                args, kwargs = _running(args, kwargs, place, mean)
-        return function(*args, **kwargs)
-
-
-def _given(args: Any, kwargs: dict[str, Any], name: str, place: int) -> Any:
-    return kwargs.get(name, args[place] if len(args) > place else None)
-
-
-def _running(args: Any, kwargs: dict[str, Any], place: int, mean: Tensor | None) -> tuple[Any, dict[str, Any]]:
-    """Change the arguments of a normalising call so that it uses running statistics."""
-    given: Tensor = _given(args, kwargs, "input", 0)
-    changed: dict[str, tuple[int, Any]] = {"training": (TRAINING, False)}
-    if mean is None:
-        width = given.shape[1]
-        changed |= {"running_mean": (place, given.new_zeros(width)), "running_var": (place + 1, given.new_ones(width))}
-    for name, (at, value) in changed.items():
-        args, kwargs = (
-            ((*args[:at], value, *args[at + 1 :]), kwargs) if len(args) > at else (args, {**kwargs, name: value})
-        )
-    return args, kwargs
-
-
-def place_of(frame: FrameType | None) -> str:
-    """Name the layer that a call was made by, and the line of the user's own that called it."""
-    layer, own = "", ""
-    while frame is not None and not own:
-        code = frame.f_code
-        owner, path = frame.f_locals.get("self"), Path(code.co_filename)
-        if isinstance(owner, nn.modules.batchnorm._NormBase):
-            layer = type(owner).__name__
-        if TORCH not in path.parents and code.co_name != "__torch_function__":  # a watch, which only passes on
-            own = f"{code.co_name}, {path.name}, line {frame.f_lineno}"
-        frame = frame.f_back
-    return f"{layer or 'batch_norm'} (called in {own})"
-
-
-@contextmanager
+@contextlib.contextmanager
 def uncompiled() -> Iterator[None]:
     """Let compiled functions run as they were written, so that unusual shapes compile nothing."""
     with torch.compiler.set_stance("force_eager"):
@@ -315,3 +273,33 @@ def _two(args: Any, kwargs: dict[str, Any], names: tuple[str, str], otherwise: t
     first = args[0] if len(args) > 0 else kwargs.get(names[0], otherwise[0])
     second = args[1] if len(args) > 1 else kwargs.get(names[1], otherwise[1])
     return first, second
+
+
+def _caller() -> tuple[str, bool]:
+    """Name the user's line that draws, and tell whether one of torch's own layers does it there."""
+    frame: Any = sys._getframe(1)
+    while frame is not None and not _is_a_layers(frame) and _is_between(frame):
+        frame = frame.f_back
+    return str(line_of(frame) or ""), frame is not None and _is_a_layers(frame)
+
+
+def _is_a_layers(frame: FrameType) -> bool:
+    return TORCH / "nn" in Path(frame.f_code.co_filename).parents
+
+
+def _is_between(frame: FrameType) -> bool:
+    """Tell whether a frame only passes on what was called."""
+    code = frame.f_code
+    watches = code.co_name in PASSED_ON or code.co_filename in (__file__, contextlib.__file__)
+    return watches or TORCH in Path(code.co_filename).parents
+
+
+def _state_of(device: torch.device) -> Tensor:
+    return torch.get_rng_state() if device.type == "cpu" else torch.cuda.get_rng_state(device)
+
+
+def _set_state(device: torch.device, state: Tensor) -> None:
+    if device.type == "cpu":
+        torch.set_rng_state(state)
+    else:
+        torch.cuda.set_rng_state(state, device)

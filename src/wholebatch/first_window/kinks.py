@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Sequence
-from pathlib import Path
-from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +16,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 from torch.overrides import TorchFunctionMode
 
-from wholebatch.first_window.draws import TORCH
+from wholebatch.first_window.lines import line_of
 
 BENT = {
     *("clamp", "clip", "clamp_min", "clamp_max", "relu", "relu6", "leaky_relu", "elu", "threshold", "hardtanh"),
@@ -31,9 +29,6 @@ COMPARED = {"gt", "lt", "ge", "le", "greater", "less", "greater_equal", "less_eq
 
 LARGEST = 1 << 14
 """Up to how many numbers a value is looked at: what has met all rows is a number, or one for each feature."""
-
-
-PASSED_ON = ("__torch_function__", "__torch_dispatch__")
 
 
 class Kink(NamedTuple):
@@ -52,17 +47,6 @@ class Kink(NamedTuple):
     compares: bool
     shape: tuple[int, ...]
     side: str = "graph"
-
-
-class Line(NamedTuple):
-    """A line of the user's own."""
-
-    function: str
-    filename: str
-    number: int
-
-    def __str__(self) -> str:
-        return f"in {self.function}, {Path(self.filename).name}, line {self.number}"
 
 
 class KinkWatch(TorchFunctionMode):
@@ -181,10 +165,3 @@ def _below(outputs: Iterable[Tensor], wanted: set[Node]) -> set[Node]:
         seen |= new
         waiting += new
     return wanted & seen
-
-
-def line_of(frame: FrameType | None) -> Line | None:
-    """Name the first line that is not torch's own, nor of a watch that only passes on; None if there is none."""
-    while frame is not None and (TORCH in Path(frame.f_code.co_filename).parents or frame.f_code.co_name in PASSED_ON):
-        frame = frame.f_back
-    return None if frame is None else Line(frame.f_code.co_name, frame.f_code.co_filename, frame.f_lineno)

@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from wholebatch.first_window.kinks import BENT, COMPARED, LARGEST, Kink, line_of
+from wholebatch.first_window.kinks import BENT, COMPARED, LARGEST, Kink
+from wholebatch.first_window.lines import line_of
 from wholebatch.model.dispatch import OperatorMode
 
 READ = "local_scalar_dense"

@@ -79,11 +79,28 @@ MEETING = Reason(
     "wb.coupled_backward(model, encode, loss_fn, batch, micro_batch_size=...)",
 )
 
-DRAWN = (
-    "Or numbers that are drawn for one row serve another one too, as in cat([t, 1 - t]): each micro-batch then pairs "
-    "other rows than the batch does. Draw them with the batch, and they go with their rows."
+DRAWN = Reason(
+    "draws-mix-rows",
+    "Either the loss is divided by a number that is drawn, such as the places of a random mask, or numbers drawn for "
+    "some rows serve others: a permutation (mixup, negatives), cat([t, 1 - t]). Micro-batches draw others than the "
+    "batch, so neither is a sum over rows.",
+    "Divide by what was drawn: wb.mean(values, mask), or wb.LossSum(total, mask.sum()). Numbers that bring rows "
+    "together? Draw them with the batch, and they go with their rows.",
+    "wb.from_mean(values[mask].mean(), items=len(rows))",
+    "wb.mean(values, weights=mask)  # what is drawn counts; draw permutations with the batch",
 )
-"""What may also be where rows meet and the model or the loss function draws."""
+
+SHARED = (
+    "drawn once for all rows of a micro-batch, so unless it is seeded, each draws its own where the batch would draw "
+    "one; for the draws as they are made, the gradient is exact. Drawn with the batch, it is the same for all"
+)
+"""What is said of a draw that belongs to no row."""
+
+HELD = (
+    "what is drawn there goes with no row, as its shape shows, so it was the same for each row; whether it counts or "
+    "mixes rows is not shown"
+)
+"""What is said of a draw that could not be given to rows."""
 
 REDRAWN = Reason(
     "checkpoint-draws-anew",

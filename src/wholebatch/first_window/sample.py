@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,6 +26,13 @@ COLUMNS = 8
 """How many entries of the second dimension are tried as rows."""
 
 Cut = Callable[[Sequence[int]], Any]
+
+
+class Portion(NamedTuple):
+    """Rows to be run as one micro-batch, and what makes it."""
+
+    rows: Sequence[int]
+    make: Callable[[], Any]
 
 
 @dataclass(frozen=True)
@@ -54,6 +61,10 @@ class TriedRows:
     def sizes(self) -> str:
         """How many rows the parts have, in words."""
         return " + ".join(str(len(part)) for part in self.parts)
+
+    def portion(self, rows: Sequence[int]) -> Portion:
+        """Some of the rows as one micro-batch."""
+        return Portion(rows, lambda: self.cut(rows))
 
     def smaller(self) -> TriedRows | None:
         """Half of the rows, for when memory does not suffice; None if that leaves one."""

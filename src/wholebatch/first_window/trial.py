@@ -17,10 +17,12 @@ from torch.amp import GradScaler
 from wholebatch.batch.tree import BatchTree, move, rows_of
 from wholebatch.errors import SplitError
 from wholebatch.first_window.conduct import WatchedLoss
-from wholebatch.first_window.draws import FixedDraws, NormWatch, uncompiled
+from wholebatch.first_window.draws import FixedDraws, uncompiled
 from wholebatch.first_window.kinks import Kink, KinkWatch
+from wholebatch.first_window.levels import HeldStill, RowNumbers, those_that_matter
+from wholebatch.first_window.norms import NormWatch
 from wholebatch.first_window.off_graph import OffGraph
-from wholebatch.first_window.sample import TriedRows
+from wholebatch.first_window.sample import Portion, TriedRows
 from wholebatch.loss.denominators import Known, counted_divisors
 from wholebatch.loss.seeds import BackwardSeeds, weighted
 from wholebatch.loss.shapes import Shapes
@@ -48,6 +50,8 @@ class TrialOutcome:
         scale: norm of the whole's gradient.
         tolerance: what rounding explains.
         seen: which operators drew random numbers.
+        own: where the user's own code drew them, in words.
+        numbers: what they were replaced by.
         redrawn: which of them a checkpoint drew anew in the backward.
         batch_norms: where BatchNorm was called that would have used the rows' statistics.
         elsewhere: whether draws were made that nobody holds still: NumPy's, or Python's own.
@@ -66,6 +70,8 @@ class TrialOutcome:
     scale: float = 0.0
     tolerance: float = 0.0
     seen: set[str] = field(default_factory=set)
+    own: set[str] = field(default_factory=set)
+    numbers: RowNumbers | HeldStill = field(default_factory=RowNumbers)
     redrawn: set[str] = field(default_factory=set)
     batch_norms: list[str] = field(default_factory=list)
     elsewhere: bool = False
@@ -103,6 +109,18 @@ class TrialOutcome:
             if key not in self.once and abs(whole - parts) > 1e-5 * max(abs(whole), abs(parts)):
                 return key[0], whole, parts
         return None
+
+    @property
+    def drawn_by_rows(self) -> bool:
+        """Whether each row had random numbers of its own."""
+        return isinstance(self.numbers, RowNumbers) and self.numbers.by_rows
+
+    @property
+    def held(self) -> list[str]:
+        """Where the user's own code draws numbers that were the same for each row, as nothing says whose they are."""
+        if isinstance(self.numbers, HeldStill):
+            return sorted(self.own)
+        return self.numbers.held_by_hand()
 
     @property
     def once(self) -> set[Any]:
@@ -164,16 +182,32 @@ class Trial:
         """Whether hooks of modules or parameters see gradients while they flow."""
         return bool(hooks_that_read(self.model_info, self._learning))
 
-    def run(self, sample: TriedRows, alike: bool = False, even: bool = False) -> TrialOutcome:
-        """Run rows whole and take their parts away.
+    def run(self, sample: TriedRows, flipped: bool = False, even: bool = False) -> TrialOutcome:
+        """Run rows whole and take their parts away, each row with random numbers of its own.
+
+        Where nothing tells which row a number belongs to, other ways are tried, the last to hold all draws still.
 
         Args:
             sample: the rows.
-            alike: whether all draws are one and the same number.
+            flipped: whether rows that mostly draw small numbers draw large ones instead.
             even: whether gradients of the parts are as large as those of the whole in any case.
         """
-        whole, parts = [sample.cut(sample.whole)], (sample.cut(part) for part in sample.parts)
-        return self.compare(whole, parts, alike, even=even)
+        first = self._with(sample, RowNumbers(flipped), even)
+        if not first.seen or (first.adds_up and not first.empty):
+            return first
+        for numbers in _further(first):
+            again = self._with(sample, numbers, even)
+            if again.adds_up and not again.empty:
+                return again
+        return first
+
+    def held_still(self, sample: TriedRows) -> TrialOutcome:
+        """Run rows whole and take their parts away, with random numbers that are the same for each row."""
+        return self._with(sample, HeldStill(), even=False)
+
+    def _with(self, sample: TriedRows, numbers: RowNumbers | HeldStill, even: bool) -> TrialOutcome:
+        whole, parts = sample.portion(sample.whole), [sample.portion(part) for part in sample.parts]
+        return self.compare(whole, parts, numbers, even=even)
 
     def repeat(self, sample: TriedRows, carry: bool = False) -> TrialOutcome:
         """Run rows whole and take the same away again: what then remains is not due to a cut.
@@ -182,16 +216,30 @@ class Trial:
             sample: the rows.
             carry: whether the second run finds what the first has left.
         """
-        whole = sample.cut(sample.whole)
-        return self.compare([whole], iter([whole]), carry=carry)
+        whole = sample.portion(sample.whole)
+        return self.compare(whole, [whole], carry=carry)
+
+    def shared(self, sample: TriedRows, outcome: TrialOutcome) -> list[str]:
+        """Name where numbers are drawn once for all rows, if the loss follows them."""
+        numbers = outcome.numbers
+        if not isinstance(numbers, RowNumbers):
+            return []
+        return those_that_matter(numbers, functools.partial(self._follows, sample.portion(sample.whole)))
+
+    def _follows(self, whole: Portion, numbers: RowNumbers) -> bool:
+        """Tell whether loss or gradient of the same rows are others with other numbers."""
+        try:
+            return not self.compare(whole, [whole], numbers).adds_up
+        except (RuntimeError, ValueError, TypeError, LookupError, ArithmeticError):
+            return True
 
     def feels(self, sample: TriedRows, kink: Kink) -> bool:
         """Tell whether loss or gradient follow if a call returns something else, a comparison its other side."""
-        whole = sample.cut(sample.whole)
+        whole = sample.portion(sample.whole)
         for up in (True, False):
             self._disturbed = kink.place, up
             try:
-                if not self.compare([whole], iter([whole])).adds_up:
+                if not self.compare(whole, [whole]).adds_up:
                     return True
             except ArithmeticError:
                 pass  # the exponential of a number that is logged
@@ -203,29 +251,30 @@ class Trial:
 
     def compare(
         self,
-        whole: Sequence[Any],
-        parts: Iterator[Any],
-        alike: bool = False,
+        whole: Portion,
+        parts: Sequence[Portion],
+        numbers: RowNumbers | HeldStill | None = None,
         carry: bool = False,
         even: bool = True,
     ) -> TrialOutcome:
-        """Hold the gradient, loss and items of some micro-batches against those of others."""
-        return all_or_nothing(lambda gradients: self._compare(gradients, whole, parts, alike, carry, even))
+        """Hold the gradient, loss and items of one micro-batch against those of others."""
+        drawn = RowNumbers() if numbers is None else numbers
+        return all_or_nothing(lambda gradients: self._compare(gradients, whole, parts, drawn, carry, even))
 
     def _compare(
         self,
         gradients: GradientAccumulator,
-        whole: Sequence[Any],
-        parts: Iterator[Any],
-        alike: bool,
+        whole: Portion,
+        parts: Sequence[Portion],
+        numbers: RowNumbers | HeldStill,
         carry: bool,
         even: bool,
     ) -> TrialOutcome:
-        outcome, start, self._gradients = TrialOutcome(), self._start, gradients
+        outcome, start, self._gradients = TrialOutcome(numbers=numbers), self._start, gradients
         self._outcome = outcome
         try:
-            with self._held_still(alike, outcome) as draws:
-                outcome.whole = self._side(whole, self._portion, None)
+            with self._watched_by(numbers, outcome) as draws:
+                outcome.whole = self._side(draws, [whole], self._portion, None)
                 outcome.scale = self._norm()
                 outcome.moved, outcome.elsewhere = start.moved(), start.drew_elsewhere()
                 if not carry:
@@ -236,7 +285,7 @@ class Trial:
                 if smaller != 1.0:
                     gradients.scale(smaller)
                 self._aside.disturbed = self._disturbed
-                outcome.parts = self._side(parts, -self._portion * smaller, outcome.whole)
+                outcome.parts = self._side(draws, parts, -self._portion * smaller, outcome.whole)
                 outcome.gradient = self._norm() / (outcome.scale * smaller)
                 outcome.tolerance = self._tolerance(draws)
             outcome.loss = _apart(outcome.whole, outcome.parts)
@@ -246,9 +295,9 @@ class Trial:
         return outcome
 
     @contextmanager
-    def _held_still(self, alike: bool, outcome: TrialOutcome) -> Iterator[FixedDraws]:
-        """Set gradients aside, fix the draws, and let BatchNorm use its running statistics."""
-        draws, watch = FixedDraws(alike), NormWatch(hold=True)
+    def _watched_by(self, numbers: RowNumbers | HeldStill, outcome: TrialOutcome) -> Iterator[FixedDraws]:
+        """Set gradients aside, replace the draws, and let BatchNorm use its running statistics."""
+        draws, watch = FixedDraws(numbers), NormWatch(hold=True)
         with ExitStack() as stack:
             if "torch._dynamo" in sys.modules:  # else nothing is compiled, and importing it takes seconds
                 stack.enter_context(uncompiled())
@@ -259,22 +308,22 @@ class Trial:
             stack.enter_context(draws)
             stack.enter_context(self._aside)
             yield draws
-        outcome.seen, outcome.redrawn, outcome.batch_norms = (
-            draws.seen,
-            draws.redrawn,
-            [place for place, _ in watch.seen],
-        )
+        numbers.settle()
+        outcome.seen, outcome.own, outcome.redrawn = draws.seen, draws.own, draws.redrawn
+        outcome.batch_norms = [place for place, _ in watch.seen]
 
     def _side(
-        self, micro_batches: Sequence[Any] | Iterator[Any], factor: float, whole: LossTotals | None
+        self, draws: FixedDraws, portions: Sequence[Portion], factor: float, whole: LossTotals | None
     ) -> LossTotals:
         """Add a multiple of the gradient of some micro-batches, divided by the items of the whole."""
         tally, shares = LossAccumulator(), BackwardSeeds(self.scaler, 1, drops_empty=False)
         # Whoever has chosen a batch_norm= has buffers moved once a batch, or follow each micro-batch on purpose.
         buffers = None if self.options.get("batch_norm") is None else State(self.model_info)
-        for micro_batch in micro_batches:
+        for portion in portions:
             if buffers is not None:
                 buffers.restore_buffers()
+            draws.begin(portion.rows)
+            micro_batch = portion.make()
             said = read(self._returned(micro_batch))
             self._outcome.shapes.note(said, _rows(micro_batch, self.options), self._watched.micro_batch)
             answer = tally.add(said)
@@ -324,6 +373,20 @@ class Trial:
         if any(p.device.type != "cpu" for p in self._learning):
             return ON_DEVICES
         return rounding_of(torch.float64 if floats == {torch.float64} else torch.float32).parts
+
+
+def _further(first: TrialOutcome) -> Iterator[RowNumbers | HeldStill]:
+    """Yield what else random numbers may be replaced by where the first did not show that rows add up."""
+    numbers = first.numbers
+    if not isinstance(numbers, RowNumbers):
+        return
+    nothing = bool(first.empty) or not first.is_finite  # such as a mask that leaves nothing
+    if nothing:
+        yield RowNumbers(not numbers.flipped)
+    yield from numbers.further()
+    if nothing or numbers.astray or numbers.doubtful:
+        yield HeldStill()
+        yield HeldStill(alike=True)
 
 
 def _apart(whole: LossTotals, parts: LossTotals) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
@@ -11,7 +12,8 @@ from wholebatch.batch.window import MicroBatch, Window
 from wholebatch.errors import InexactError, LossError, SplitError, WholeBatchError
 from wholebatch.first_window import reasons
 from wholebatch.first_window.bends import refuse_bent
-from wholebatch.first_window.sample import TriedRows, others_of, sideways
+from wholebatch.first_window.levels import HeldStill
+from wholebatch.first_window.sample import Portion, TriedRows, others_of, sideways
 from wholebatch.first_window.trial import Trial, TrialOutcome
 from wholebatch.first_window.watch import alone, handed_on
 from wholebatch.model.memory import is_out_of_memory, release
@@ -68,7 +70,8 @@ class Judge:
                 reason = outcome.empty
                 if not reason:
                     said = self._verdict(sample, outcome)
-                    self._try_beside(beside)
+                    if not self._try_beside(beside) and outcome.own:
+                        self._try_beside([sample])
                     return said
             except NotTried as error:
                 reason = str(error)
@@ -101,10 +104,6 @@ class Judge:
     def _verdict(self, sample: TriedRows, outcome: TrialOutcome) -> str:
         if outcome.adds_up:
             return self._shown(sample, outcome)
-        if outcome.seen:  # their last dimension may be that of the rows
-            again = self._safely(sample, alike=True)
-            if again is not None and again.adds_up:
-                return self._shown(sample, again)
         self._refuse_unsteady(sample, outcome)
         for other in others_of(sample, self.batch, self.micro_batches, self.options):
             again = self._safely(other)
@@ -123,20 +122,25 @@ class Judge:
             InexactError: if something is bent that has met all rows: it adds up as long as no part is beyond.
         """
         beyond = refuse_bent(self.trial, sample, outcome, alone=self._ready_made_alone(sample))
-        return _words(sample, outcome) + beyond
+        return _words(sample, outcome) + beyond + _of_draws(outcome.held, self.trial.shared(sample, outcome))
 
-    def _try_beside(self, samples: Sequence[TriedRows]) -> None:
-        """Try rows that lie side by side; what can't be shown of these few takes nothing from what has been shown.
+    def _try_beside(self, samples: Sequence[TriedRows]) -> bool:
+        """Try rows that lie side by side, with other draws; tell whether any could be tried.
+
+        What can't be shown of these few takes nothing from what has been shown.
 
         Raises:
             InexactError: if they do not add up.
         """
+        tried = False
         for sample in samples:
-            outcome = self._safely(sample)
+            outcome = self._safely(sample, flipped=True)
             if outcome is None or outcome.empty or not outcome.is_finite:
                 continue
             with suppress(NotTried):
                 self._verdict(sample, outcome)
+                tried = True
+        return tried
 
     def _explains(self, sample: TriedRows) -> bool:
         """Tell whether a layout is the reason: cut through it, rows must not add up; further rows laid so must.
@@ -150,10 +154,10 @@ class Judge:
         further = [self._safely(each) for each in sample.further]
         return all(found is None or found.adds_up for found in further)
 
-    def _safely(self, sample: TriedRows, alike: bool = False, even: bool = False) -> TrialOutcome | None:
+    def _safely(self, sample: TriedRows, flipped: bool = False, even: bool = False) -> TrialOutcome | None:
         """Run a further trial; None if it can't be run."""
         try:
-            return self.trial.run(sample, alike=alike, even=even)
+            return self.trial.run(sample, flipped=flipped, even=even)
         except (*USER_ERRORS, MemoryError):
             return None
 
@@ -217,13 +221,14 @@ class Judge:
         """Tell whether the order of the rows alone makes about as much difference."""
         if outcome.miscounted is not None or max(outcome.gradient, outcome.loss) > COARSE:
             return False
-        backwards = list(sample.whole)[::-1]
-        turned = self.trial.compare([sample.cut(sample.whole)], iter([sample.cut(backwards)]))
+        rows = sample.whole, list(sample.whole)[::-1]
+        whole, backwards = (sample.portion(each) for each in rows)
+        turned = self.trial.compare(whole, [backwards], HeldStill())
         return outcome.gradient <= NOISE * turned.gradient and outcome.loss <= max(NOISE * turned.loss, 1e-6)
 
     def _cause(self, sample: TriedRows, outcome: TrialOutcome) -> str:
-        """Say why parts do not add up, counts first, then padding, state, hooks, and rows that meet."""
-        counts = self._miscounted, self._repeated, self._unseen
+        """Say why parts do not add up, counts first, then draws, padding, state, hooks, and rows that meet."""
+        counts = self._miscounted, self._repeated, self._unseen, self._drawn
         layouts = self._padded, self._sideways
         for cause in (*counts, *layouts, self._moved, self._bent, self._gradient_only, self._met):
             said = cause(sample, outcome)
@@ -263,6 +268,23 @@ class Judge:
             )
         return ""
 
+    def _drawn(self, sample: TriedRows, outcome: TrialOutcome) -> str:
+        """Try the same parts with random numbers that are the same for each row."""
+        if not outcome.drawn_by_rows:
+            return ""
+        try:
+            still = self.trial.held_still(sample)
+        except (*USER_ERRORS, MemoryError):
+            return ""
+        if still.empty or not still.adds_up:
+            return ""
+        return (
+            f"{_rows(sample)} that draw random numbers of their own are not the sum of their parts ({sample.sizes}): "
+            f"losses {outcome.loss:.2g} apart, gradients {outcome.gradient:.2g}; with the same numbers for each row "
+            f"they are. Drawn is in {', '.join(sorted(outcome.own or outcome.seen))}. {reasons.DRAWN} "
+            'verify="never" goes on as a plain loop would.'
+        )
+
     def _sideways(self, sample: TriedRows, outcome: TrialOutcome) -> str:
         """Try rows on the second dimension, behind time; a window of ready-made micro-batches has tried them."""
         if isinstance(self.batch, Window) or self.options.get("collate") is not None:
@@ -282,8 +304,8 @@ class Judge:
         try:
             tree = BatchTree(sample.cut(sample.whole), self.options.get("whole", ()))
             sides = [sorted(sample.whole.index(row) for row in part) for part in sample.parts]
-            wide = [tree.take(side) for side in sides]
-            again = self.trial.compare([tree.batch], iter(wide), even=False)
+            wide = [Portion(side, functools.partial(tree.take, side)) for side in sides]
+            again = self.trial.compare(Portion(range(len(sample.whole)), lambda: tree.batch), wide, even=False)
         except (SplitError, *USER_ERRORS):
             return ""
         if not again.adds_up:
@@ -332,7 +354,7 @@ class Judge:
             f"{_rows(sample)} are not the sum of their parts ({sample.sizes}): losses {outcome.loss:.2g} apart, "
             f'gradients {outcome.gradient:.2g}. {reasons.MEETING} verify="never" goes on as a plain loop would.'
             + _or_stated(outcome)
-            + f" {reasons.DRAWN}" * bool(outcome.seen)
+            + f" Or else: {reasons.DRAWN}" * bool(outcome.own)
         )
 
     def _own_cut(self) -> str:
@@ -402,7 +424,20 @@ def _rows(sample: TriedRows) -> str:
 def _words(sample: TriedRows, outcome: TrialOutcome) -> str:
     extra = " on BatchNorm's running statistics," if outcome.batch_norms else ""
     fixed = ", random draws held still" if outcome.seen else ""
+    if outcome.drawn_by_rows:
+        fixed = ", each row with draws of its own"
     return (
         f"verified on {_rows(sample)}:{extra} whole and in two parts ({sample.sizes}) gradients agree to "
         f"{outcome.gradient:.0e}, losses to {outcome.loss:.0e}, items exactly{fixed}"
     )
+
+
+def _of_draws(held: Sequence[str], shared: Sequence[str]) -> str:
+    """Say what has not been shown of random draws."""
+    said = f"; {_listed(held)}: {reasons.HELD}" * bool(held)
+    return said + f"; {_listed(shared)}: {reasons.SHARED}" * bool(shared)
+
+
+def _listed(places: Sequence[str]) -> str:
+    more = f" and {len(places) - 3} more" * (len(places) > 3)
+    return ", ".join(places[:3]) + more

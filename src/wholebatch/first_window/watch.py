@@ -24,7 +24,8 @@ from torch.utils import _pytree as pytree
 
 from wholebatch.batch.window import MicroBatch
 from wholebatch.errors import InexactError
-from wholebatch.first_window.draws import NormWatch, uncompiled
+from wholebatch.first_window.draws import uncompiled
+from wholebatch.first_window.norms import NormWatch
 from wholebatch.first_window.quiet import quietly
 from wholebatch.loss.terms import ParsedLoss
 from wholebatch.model.inspection import ModelInfo

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from wholebatch.batch.window import MicroBatch
 from wholebatch.errors import LossError
-from wholebatch.first_window.draws import FixedDraws, NormWatch
+from wholebatch.first_window.draws import FixedDraws
+from wholebatch.first_window.norms import NormWatch
 from wholebatch.integrations import probing
 from wholebatch.integrations.foreign_loop import everywhere
 from wholebatch.integrations.infer_denominator import HOW_TO_STATE, Count, Counter, Inputs, contract, has_rows

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from wholebatch.first_window.reasons import HOOKS, ITEMS, MEETING, PADDING, REDRAWN, STATE, STEPS, Reason
+from wholebatch.first_window.reasons import DRAWN, HOOKS, ITEMS, MEETING, PADDING, REDRAWN, STATE, STEPS, Reason
 from wholebatch.model.comparison import Comparison
 from wholebatch.model.inspection import uses_batch_statistics
 from wholebatch.verify.finding import Change, Finding
@@ -227,6 +227,15 @@ def another_loss(ours: float, whole: float) -> Finding:
         None,
         Change("wb.once(value)", "wb.mean(values)  # a value that is made of rows is another one in each micro-batch"),
     )
+
+
+def drawn(places: Sequence[str], size: Comparison) -> Finding:
+    """Rows that draw for themselves do not add up, though with the same numbers for each row they do."""
+    what = (
+        f"each row with random numbers of its own ({', '.join(places[:3])}), micro-batches give another gradient than "
+        "the whole batch; with the same numbers for each row they give its own"
+    )
+    return _for(DRAWN, what, str(size), max(size.error, 0.02))
 
 
 def other_with_draws(size: Comparison) -> Finding:

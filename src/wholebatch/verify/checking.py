@@ -89,15 +89,16 @@ def check(
 ) -> Check:
     """Hold `backward`'s gradient of a batch against one forward and one backward over all of it, in double precision.
 
-    `backward` runs on the model as it is, with random draws held still on both sides; everything it moves is put
-    back: parameters, buffers, attributes, optimizers, gradients, the batch, the random state. The whole batch is
-    neither cut nor rebuilt for the other side. Besides the gradient, items and loss are compared, parameters outside of
-    the model, which parameters get a gradient at all, and what else has moved. With draws on, micro-batches are run
-    again with the draws they made. The verdict is *exact*, *not exact* with the cause, or *not shown* with what could
-    not be tried: rows that don't fit in memory together, draws that can't be held still, a gradient of zeros.
+    `backward` runs on the model as it is, with random draws held still on both sides, and both are read plainly with
+    each row's own; everything it moves is put back: parameters, buffers, attributes, optimizers, gradients, the batch,
+    the random state. The whole batch is neither cut nor rebuilt for the other side. Besides the gradient, items and
+    loss are compared, parameters outside of the model, which parameters get a gradient at all, and what else has moved.
+    With draws on, micro-batches are run again with the draws they made. The verdict is *exact*, *not exact* with the
+    cause, or *not shown* with what could not be tried: rows that don't fit in memory together, draws that can't be held
+    still, a gradient of zeros.
 
-    Costs four to eight passes over the batch, one in double precision, and a copy of the model in that; two or three
-    more where something does not fit.
+    Costs four to eight passes over the batch, one in double precision, and a copy of the model in that; three more
+    where something draws, two or three more where something does not fit.
 
     Args:
         model: plain, compiled, or wrapped in ``DistributedDataParallel``: each rank then calls this with its share,

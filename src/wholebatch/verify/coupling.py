@@ -23,6 +23,7 @@ from torch.utils import _pytree as pytree
 from wholebatch.batch.tree import BatchTree, move
 from wholebatch.errors import LossError, SplitError
 from wholebatch.first_window.draws import FixedDraws, uncompiled
+from wholebatch.first_window.levels import RowNumbers
 from wholebatch.loss.terms import LossSum, read
 from wholebatch.model.gradients import device_of
 from wholebatch.model.state import State, left_alone
@@ -60,8 +61,9 @@ def find_coupling(
 ) -> CouplingReport:
     """Find out by experiment whether the loss of a row depends on other rows, and which modules cause it.
 
-    Exchanges rows and compares, with random draws held still; no layer names are known. Costs four forward passes over
-    the batch, so give it a small one; buffers and random state are set back. What depends on other rows too little to
+    Exchanges rows and compares, with random draws held still, and then with others for each row, as a permutation may
+    bring rows together; no layer names are known. Costs four forward passes over the batch, eight where something
+    draws, so give it a small one; buffers and random state are set back. What depends on other rows too little to
     show on this batch, or only in the gradient, is not found.
 
     Args:
@@ -93,8 +95,17 @@ def find_coupling(
     rows = tree.count_rows()
     if rows < 2:
         raise SplitError(f"The batch has {rows} row; to see whether rows meet takes two. Give a larger batch.")
-    with FixedDraws(), uncompiled():
-        return _found(model, loss_fn, tree, rows)
+    with uncompiled():
+        with FixedDraws() as draws:
+            found = _found(model, loss_fn, tree, rows)
+        if found or not draws.seen:
+            return found
+        numbers = RowNumbers()
+        with FixedDraws(numbers) as draws:
+            draws.begin(range(rows))
+            by_draws = _found(model, loss_fn, tree, rows)
+    # numbers of a data-dependent shape would go to other rows in an exchanged batch
+    return found if numbers.doubtful else by_draws
 
 
 def _found(model: nn.Module, loss_fn: Callable[[Any, Any], Any], tree: BatchTree, rows: int) -> CouplingReport:

@@ -29,13 +29,17 @@ from wholebatch.model.comparison import Comparison, compare, errors_of, joined, 
 from wholebatch.options import Options
 from wholebatch.verify import causes
 from wholebatch.verify.answers import asked_twice
+from wholebatch.verify.drawing import DrawCheck
 from wholebatch.verify.explaining import FOREIGN, Case, bent_by_hooks, explain, where_rows_meet
 from wholebatch.verify.finding import Finding
 from wholebatch.verify.precision import Rounded, Yardstick
-from wholebatch.verify.reference import OtherName, plain_gradient, rows_or_one, whole_micro_batches
-from wholebatch.verify.running import Bench, Ran, over_ranks, several_ranks, shares, together
+from wholebatch.verify.reference import OtherName, Reference, plain_gradient, rows_or_one, whole_micro_batches
+from wholebatch.verify.running import Bench, Ran, numbered, over_ranks, several_ranks, shares, together
 from wholebatch.verify.truth import TruthReader
 from wholebatch.verify.watching import HookSums, ReplayedLoss, checkpoints_heard
+
+NO_ROWS = "whether what is drawn there counts or mixes rows: rows can't be joined or cut, to be compared"
+"""What is said of draws where nothing tells which rows a micro-batch holds."""
 
 
 class CheckRun:
@@ -53,6 +57,7 @@ class CheckRun:
         self.findings: list[Finding] = []
         self.carried: list[str] = []
         self.drawn = False
+        self.run: list[Any] = []
         self.comparable = True
         self.size = Comparison(math.inf, 0.0, 0.0)
         self.rounding = rounding_of(self.dtype)
@@ -109,6 +114,7 @@ class CheckRun:
         if ran is not None:
             with FixedDraws():
                 self.compare(ran)
+            self.own_draws(steady)
             self.with_draws(bool(steady.seen))
 
     def ask_twice(self) -> None:
@@ -172,7 +178,7 @@ class CheckRun:
         yardstick.widen_for(self.micro_batches)
         self.size = compare(*joined(ran.gradients, truth.gradients))
         self.by_parameter = errors_of(ran.gradients, truth.gradients)
-        micro_batches = shares(lambda: ran.micro_batches, self.wrapped)
+        micro_batches = self.run = shares(lambda: ran.micro_batches, self.wrapped)
         if any(over_ranks(bool(self.findings) or not self.comparable, self.wrapped)):
             return
         if yardstick.is_nothing(ran.gradients):
@@ -262,7 +268,7 @@ class CheckRun:
         finding = explain(case)
         self.findings.append(finding)
         if self.drawn and finding.rule == reasons.MEETING.rule:
-            self.notes.append(reasons.DRAWN)
+            self.notes.append(str(reasons.DRAWN))
 
     def as_wide(self) -> list[Any] | None:
         """Make the same micro-batches padded as in the whole batch; None where no padding was taken off."""
@@ -310,6 +316,50 @@ class CheckRun:
             )
         else:
             self.notes.append(f"The model draws random numbers ({drawn}): they were held still on both sides.")
+
+    def own_draws(self, steady: FixedDraws) -> None:
+        """Read the batch and its micro-batches again, each row with draws of its own: those must add up, too."""
+        skipped = not steady.seen or bool(self.findings) or bool(self.not_shown)
+        if any(over_ranks(skipped, self.wrapped)):
+            return
+        own, portions = sorted(steady.own), self.portions()
+        if portions is None:
+            self.not_shown += [f"{', '.join(own[:3])}: {NO_ROWS}"] * bool(own)
+            return
+
+        def read(batches: Sequence[Any], loss_fn: LossFunction) -> Reference:
+            try:
+                return plain_gradient(self.stage.model, loss_fn, batches, **self.reading)
+            finally:
+                self.stage.back()
+
+        try:
+            found = DrawCheck(read, self.loss_fn, *portions, self.yardstick.tolerance).take()
+        except (*FOREIGN, OtherName) as error:
+            said = f"they can't be read with draws of each row's own ({error!r:.120})"
+            self.not_shown += [f"{', '.join(own[:3])}: {said}"] * bool(own)
+            return
+        if found.size is not None and (found.counts or not found.size.error <= self.yardstick.tolerance):
+            self.findings.append(causes.drawn(found.places or sorted(steady.seen), found.size))
+        self.not_shown += [f"{', '.join(found.held[:3])}: {reasons.HELD}."] * bool(found.held)
+        self.not_shown += [f"{', '.join(found.shared[:3])}: {reasons.SHARED}."] * bool(found.shared)
+
+    def portions(self) -> tuple[Any, list[Any], list[list[int]]] | None:
+        """Return a whole, the same rows in micro-batches, and which rows these are; None where they can't be told.
+
+        Where the batch can't be put together, the largest micro-batch is a whole in two halves.
+        """
+        rows = numbered(self.cut(), self.wrapped)
+        if self.whole is not None:
+            return (self.whole, self.run, rows) if len(rows) == len(self.run) and len(rows) > 1 else None
+        largest = max(self.run, key=rows_or_one)
+        try:
+            tree = BatchTree(largest, () if self.collate else self.names)
+            several = list(range(tree.count_rows()))
+            halves = [several[: len(several) // 2], several[len(several) // 2 :]]
+            return (largest, [tree.take(half) for half in halves], halves) if len(several) > 1 else None
+        except SplitError:
+            return None
 
     def with_draws(self, draws: bool) -> None:
         """Run the micro-batches again with the draws they made: the window must be their sum."""

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from wholebatch.batch.sizes import Size
+from wholebatch.batch.window import MicroBatch
 from wholebatch.errors import SyncError, WholeBatchError
 from wholebatch.gradient.result import Result
 from wholebatch.gradient.separable import backward
@@ -209,6 +210,24 @@ def shares(own: Callable[[], Sequence[Any]], wrapped: bool) -> list[Any]:
             "to compare with. Check in one process, or with a batch that can be pickled."
         )
     return [micro_batch for each in everywhere for micro_batch in pickle.loads(each)]
+
+
+def numbered(cut: Sequence[MicroBatch], wrapped: bool) -> list[list[int]]:
+    """Number the rows of micro-batches through the batch of all ranks, and through the micro-batches of a window."""
+    starts: list[tuple[Any, int]] = []
+    total, own = 0, []
+    for micro_batch in cut:
+        known = [start for made, start in starts if made == micro_batch.cut]
+        start = known[0] if known else total
+        if not known:
+            starts.append((micro_batch.cut, start))
+            total += sum(each.rows for each in cut if each.cut == micro_batch.cut)
+        own.append([start + row for row in micro_batch.index])
+    found, before = [], 0
+    for share in over_ranks(own, wrapped):
+        found += [[before + row for row in rows] for rows in share]
+        before += sum(map(len, share))
+    return found
 
 
 def together(work: Callable[[], T], wrapped: bool) -> T:
