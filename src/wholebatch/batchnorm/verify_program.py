@@ -16,7 +16,7 @@ from wholebatch.batchnorm.operations import AnySize, Operation
 from wholebatch.batchnorm.partition import Program
 from wholebatch.first_window.norms import NormWatch
 from wholebatch.model.comparison import distance
-from wholebatch.model.gradients import leaves_of
+from wholebatch.model.reached import leaves_of
 from wholebatch.model.state import State
 
 TOLERANCE = 1e-3

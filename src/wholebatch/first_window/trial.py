@@ -30,9 +30,10 @@ from wholebatch.loss.terms import ParsedLoss, read
 from wholebatch.loss.totals import KNOWN, LossAccumulator, LossTotals
 from wholebatch.model.comparison import ON_DEVICES, rounding_of
 from wholebatch.model.gradient_hooks import hooks_that_read
-from wholebatch.model.gradients import GradientAccumulator, all_or_nothing, external_parameters, total_norm
+from wholebatch.model.gradients import GradientAccumulator, all_or_nothing, total_norm
 from wholebatch.model.inspection import ModelInfo
 from wholebatch.model.memory import offloaded
+from wholebatch.model.reached import external_parameters
 from wholebatch.model.snapshot import Moved, Snapshot
 from wholebatch.model.state import State
 from wholebatch.options import Options

@@ -48,10 +48,14 @@ class Judge:
         trial: runs them.
         batch: as the caller gave it.
         micro_batches: its micro-batches.
+
+    Attributes:
+        tried: what cut the rows of which something could be said.
     """
 
     def __init__(self, trial: Trial, batch: Any, micro_batches: Sequence[MicroBatch]) -> None:
         self.trial, self.batch, self.micro_batches, self.options = trial, batch, micro_batches, trial.options
+        self.tried: object = None
 
     def judge(self, samples: Sequence[TriedRows]) -> str:
         """Say what was shown.
@@ -70,6 +74,7 @@ class Judge:
                 reason = outcome.empty
                 if not reason:
                     said = self._verdict(sample, outcome)
+                    self.tried = sample.cut
                     if not self._try_beside(beside) and outcome.own:
                         self._try_beside([sample])
                     return said

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,8 +37,9 @@ from wholebatch.loss.earlier import leave
 from wholebatch.loss.seeds import BackwardSeeds
 from wholebatch.loss.terms import LossSum, ParsedLoss, read
 from wholebatch.loss.totals import LossAccumulator, LossTotals, Sizes
-from wholebatch.model.gradients import GradientAccumulator, all_or_nothing, external_parameters
+from wholebatch.model.gradients import GradientAccumulator, all_or_nothing
 from wholebatch.model.memory import is_out_of_memory, release, too_few_rows, words_of
+from wholebatch.model.reached import external_parameters
 from wholebatch.model.state import State
 from wholebatch.norms import pooled
 from wholebatch.options import Options, checked
@@ -155,12 +157,13 @@ def accumulate_coupled(
             micro_batches = setup.cut(batch, size)
             order = None if isinstance(batch, Window) else _order(micro_batches)
             leaves = [*info.parameters, *also]
-            trial = Trial(info, summed(loss.encoders), ranks, setup.scaler, setup.options, leaves, functions)
-            verified = proven(trial, batch, micro_batches)
+            encode = summed(loss.encoders)
+            new_trial = partial(Trial, info, encode, ranks, setup.scaler, setup.options, leaves, functions)
+            proof = proven(new_trial, batch, micro_batches)
             setup.begin(gradients, also)
             pending = _Coupled(setup, loss, micro_batches, order, gradients).pending()
             gradients.end()
-            return pending.noted(info, verified)
+            return pending.noted(info, proof.said)
 
     if not isinstance(micro_batch_size, Auto):
         return run(micro_batch_size)

@@ -20,8 +20,9 @@ from wholebatch.loss.seeds import BackwardSeeds, weighted
 from wholebatch.loss.shapes import Shapes
 from wholebatch.loss.terms import ParsedLoss, read
 from wholebatch.loss.totals import LossAccumulator
-from wholebatch.model.gradients import GradientAccumulator, external_parameters, reentrant
+from wholebatch.model.gradients import GradientAccumulator
 from wholebatch.model.inspection import ModelInfo
+from wholebatch.model.reached import Step, external_parameters, reentrant
 from wholebatch.model.state import State
 from wholebatch.ranks.agreement import Ranks, Travel
 
@@ -133,18 +134,19 @@ class Backwards:
         self._model_info, self._gradients, self._ranks, self._watch = model_info, gradients, ranks, watch
         self._noise = noise
 
-    def prepare(self, parsed: ParsedLoss) -> None:
+    def prepare(self, parsed: ParsedLoss) -> set[Step]:
         """Find leaves outside of the model that this backward will add to, so that they are mended or taken back too.
 
-        Every micro-batch is looked through: a later one may be the first to reach a leaf.
+        Every micro-batch is looked through: a later one may be the first to reach a leaf. Returns what it is made of.
         """
         self._gradients.release()
-        outputs = [output for output, _ in weighted(parsed).values()]
-        found = external_parameters(outputs, self._model_info)
+        outputs, steps = [output for output, _ in weighted(parsed).values()], set[Step]()
+        found = external_parameters(outputs, self._model_info, steps)
         foreign = [leaf for leaf in found if not self._ranks.owns(leaf)]
         self._gradients.include(foreign)
         if self._ranks.world > 1:
             refuse_foreign(foreign)
+        return steps
 
     def run(self, parsed: ParsedLoss | None, denominators: Denominators, last: bool = False) -> None:
         """Go back from a share; the last time, all ranks reduce what has been summed."""

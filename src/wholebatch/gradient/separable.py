@@ -26,6 +26,7 @@ from wholebatch.batchnorm import window_for
 from wholebatch.errors import SyncError, plainly
 from wholebatch.first_window import proven
 from wholebatch.first_window.conduct import WatchedLoss, refuse_no_function, refuse_silence
+from wholebatch.first_window.proof import Unlike
 from wholebatch.first_window.trial import Trial
 from wholebatch.first_window.watch import Unwatched, watch_for
 from wholebatch.gradient.out_of_memory import OutOfMemoryRetry, Record, RestartWindow
@@ -133,15 +134,15 @@ def accumulate(
     with ranks:
         micro_batches = setup.cut(batch, micro_batch_size, splits)
         leaves = [*info.parameters, *also, *ranks.leaves()]
-        trial = Trial(info, loss_fn, ranks, setup.scaler, setup.options, leaves, micro_batches=len(micro_batches))
-        verified = proven(trial, batch, micro_batches, splits=splits)
-        del trial  # and what it has copied
+        few = len(micro_batches)
+        new_trial = partial(Trial, info, loss_fn, ranks, setup.scaler, setup.options, leaves, micro_batches=few)
+        proof = proven(new_trial, batch, micro_batches, splits=splits)
         setup.begin(gradients, also)
         watch = watch_for(info, loss_fn, len(micro_batches), setup.options, ranks, splits=splits)
         with noted_whole_leaves(setup, loss_fn, batch, micro_batches):
-            pending = _WindowRun(setup, loss_fn, micro_batches, gradients, watch, also).pending()
+            pending = _WindowRun(setup, loss_fn, micro_batches, gradients, watch, proof, also).pending()
         gradients.end()
-        return pending.noted(info, watch.said or verified)
+        return pending.noted(info, watch.said or proof.said)
 
 
 class _Recount(Exception):
@@ -166,10 +167,11 @@ class _WindowRun:
         micro_batches: Sequence[MicroBatch],
         gradients: GradientAccumulator,
         watch: Unwatched,
+        proof: Unlike,
         also: Sequence[Tensor],
     ) -> None:
         info, ranks, options = setup.model_info, setup.ranks, setup.options
-        self.setup, self.ranks, self.gradients = setup, ranks, gradients
+        self.setup, self.ranks, self.gradients, self.proof = setup, ranks, gradients, proof
         self.loss_fn, self.micro_batches = loss_fn, list(micro_batches)
         self.extent = sum(micro_batch.size for micro_batch in micro_batches)
         self.recovery = None if setup.auto is None else OutOfMemoryRetry(setup.auto, info, gradients)
@@ -298,7 +300,7 @@ class _WindowRun:
         if micro_batch is not None:
             self.noise.heard(answer, micro_batch.rows)
         if answer is not None:
-            self.backwards.prepare(answer)
+            self.proof.note(micro_batch, answer, self.backwards.prepare(answer))
         return answer
 
     def _observed(
@@ -347,6 +349,8 @@ class _WindowRun:
             waiting, ran = self._run_micro_batches(tally, denominators, pool)
         self.forwards.end(self.micro_batches, ran)
         self.window.backward()
+        with self.gradients.paused():
+            self.proof.finish()
         here = tally.sums()
         here.schema = replace(here.schema, measured=self.noise.measures)
         sums = self._agreed(here, denominators, ran)

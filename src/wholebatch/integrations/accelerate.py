@@ -14,7 +14,7 @@ from wholebatch.batch.sizes import Size
 from wholebatch.errors import InexactError
 from wholebatch.integrations.foreign_loop import Boundary
 from wholebatch.integrations.watching import FirstWindow, refuse_unserved
-from wholebatch.model.gradients import leaves_of
+from wholebatch.model.reached import leaves_of
 from wholebatch.options import Options
 
 SERVED = ("NO", "MULTI_CPU", "MULTI_GPU")

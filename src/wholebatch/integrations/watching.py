@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from wholebatch.batch.window import MicroBatch
 from wholebatch.errors import InexactError
 from wholebatch.gradient.preconditions import refuse_inexact, refuse_moved
-from wholebatch.model.gradients import nodes_of
 from wholebatch.model.inspection import ModelInfo, uses_batch_statistics
+from wholebatch.model.reached import nodes_of
 from wholebatch.model.state import State
 from wholebatch.options import Options
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeAlias, TypeVar
 from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 
 from wholebatch.errors import LossError
@@ -85,6 +85,15 @@ class GradientAccumulator:
         self.open = self.running = True
         self.include(learning)
         self.include(tensor for tensor in also if tensor.requires_grad)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Let another window of the same parameters run meanwhile, one that leaves no trace."""
+        self.running = False
+        try:
+            yield
+        finally:
+            self.running = True
 
     def end(self) -> None:
         """Let go of what listens for backward passes; the window runs no more of them."""
@@ -334,53 +343,6 @@ def _refuse_window_inside(gradients: GradientAccumulator) -> None:
                 "Call wb.backward outside of loss_fn, or inside of it on a copy of the model (copy.deepcopy(model))."
             )
     _RUNNING.windows.add(gradients)
-
-
-def nodes_of(outputs: Iterable[Tensor], ends: list[Node] | None = None) -> list[Node]:
-    """List the nodes of the graph that a backward pass from these outputs would run through.
-
-    Every micro-batch is walked through, and each question to a node takes a while: it is asked once.
-
-    Args:
-        ends: takes those behind which there are no others.
-    """
-    nodes = [node for node in (output.grad_fn for output in outputs) if node is not None]
-    seen = set(nodes)
-    for node in nodes:  # which grows meanwhile
-        further = node.next_functions
-        if not further and ends is not None:
-            ends.append(node)
-        for following, _ in further:
-            if following is not None and following not in seen:
-                seen.add(following)
-                nodes.append(following)
-    return nodes
-
-
-def leaves_of(outputs: Iterable[Tensor]) -> list[Tensor]:
-    """List the leaf tensors that a backward pass from these outputs would reach."""
-    ends: list[Node] = []
-    nodes_of(outputs, ends)
-    leaves = (getattr(end, "variable", None) for end in ends)  # each question to a node takes a while
-    return [leaf for leaf in leaves if leaf is not None]
-
-
-def external_parameters(outputs: Sequence[Tensor], model_info: ModelInfo) -> list[Tensor]:
-    """List the leaves outside of the model that a backward pass from these outputs would reach, or may."""
-    found = {id(leaf): leaf for leaf in leaves_of(outputs) if id(leaf) not in model_info.own}
-    if model_info.leaves and reentrant(outputs):
-        # What a reentrant checkpoint reaches does not show in the graph: it may be whatever the loss function names.
-        found.update((id(leaf), leaf) for leaf in model_info.leaves if id(leaf) not in model_info.own)
-    if not found:
-        return []
-    # A sharded model has other parameters by now: those that its forward has gathered.
-    gathered = {id(parameter) for parameter in model_info.model.parameters()}
-    return [leaf for leaf in found.values() if id(leaf) not in gathered]
-
-
-def reentrant(outputs: Iterable[Tensor]) -> bool:
-    """Tell whether a backward from these outputs would run reentrant checkpoints, backwards of their own inside."""
-    return any("CheckpointFunction" in node.name() for node in nodes_of(outputs))
 
 
 @torch.no_grad()

@@ -1,0 +1,88 @@
+"""What has been proven of a model's windows, and what their losses were made of when it was.
+
+A branch that a task's name, a stage of training or another criterion chooses shows in the graph: operations follow one
+another there that did not in anything that was tried. A micro-batch in which they do is tried too, whatever chose the
+branch and wherever that is kept. What a loss is made of is known by its graph's end, where each operation stands
+beside those it takes its values from; how often, and how large, is no matter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from wholebatch.batch.window import MicroBatch
+from wholebatch.loss.terms import ParsedLoss
+from wholebatch.model.reached import Step
+
+ATTEMPTS = 16
+"""How often one kind of window is tried anew: losses that are made of something else again and again are not."""
+
+
+@dataclass
+class Proof:
+    """What was shown of windows of one kind.
+
+    Attributes:
+        said: it, in words.
+        shown: whether anything was; else there is nothing that other micro-batches could be unlike to.
+        cut: what made the micro-batch that was tried.
+        parts: of which losses were seen to be made: the names of steps, and of terms; nothing before the first window
+            has run.
+        attempts: how many micro-batches have been tried since.
+    """
+
+    said: str
+    shown: bool = False
+    cut: object = None
+    parts: set[Hashable] = field(default_factory=set)
+    attempts: int = 0
+
+
+class Unlike:
+    """Notes what the losses of one window are made of, and finds the micro-batches that no proof speaks of.
+
+    Args:
+        proof: of windows of this kind.
+        attempt: tries a micro-batch; returns in words what was shown.
+    """
+
+    def __init__(self, proof: Proof, attempt: Callable[[MicroBatch], str]) -> None:
+        self._proof, self._attempt = proof, attempt
+        self._seen: list[tuple[MicroBatch, set[Hashable]]] = []
+
+    @property
+    def said(self) -> str:
+        """What is shown of the window."""
+        return self._proof.said
+
+    def note(self, micro_batch: MicroBatch | None, answer: ParsedLoss, steps: set[Step]) -> None:
+        """Note of which steps the loss of a micro-batch is made, and of which terms that count."""
+        if self._proof.shown and micro_batch is not None:
+            parts: set[Hashable] = {(one.__name__, other.__name__) for one, other in steps}
+            parts.update(key for key, term in answer.terms.items() if isinstance(term.weight, Tensor) or term.weight)
+            self._seen.append((micro_batch, parts))
+
+    def finish(self) -> None:
+        """Try each micro-batch that is made of steps unlike those before; what was tried itself is like them.
+
+        Raises:
+            InexactError, LossError: as the proof of the first window does.
+        """
+        proof, alone = self._proof, all(micro_batch.rows < 2 for micro_batch, _ in self._seen)
+        if not proof.parts and self._seen:
+            tried = [parts for micro_batch, parts in self._seen if micro_batch.cut == proof.cut]
+            proof.parts |= tried[0] if tried else self._seen[0][1]
+        for micro_batch, parts in self._seen:
+            # One row of a ragged window takes other operations, such as after a squeeze, and cannot be parted.
+            if parts <= proof.parts or (micro_batch.rows < 2 and not alone):
+                continue
+            if proof.attempts == ATTEMPTS:
+                proof.said = "not verified: the losses of a window are made of other operations again and again"
+            else:
+                proof.attempts += 1
+                proof.said = self._attempt(micro_batch)
+            proof.parts |= parts
+        self._seen.clear()
