@@ -113,6 +113,49 @@ def test_what_may_be_one_entry_a_row_is_never_cut_through(name: str) -> None:
     assert set(gradients_of(model).values()) == {None}
 
 
+def images(same: bool) -> list[torch.Tensor]:
+    return [torch.zeros(3, 6 if same else 6 + n % 3, 7) for n in range(7)]
+
+
+DETECTION: dict[str, Any] = {
+    "lists": (
+        images(False),
+        [{"labels": torch.arange(1 + n % 3), "boxes": torch.zeros(1 + n % 3, 4)} for n in range(7)],
+    ),
+    "names": {"images": images(False), "targets": [{"labels": torch.arange(1 + n % 3)} for n in range(7)]},
+    "zipped, one label each": (tuple(images(True)), tuple({"labels": torch.tensor(n)} for n in range(7))),
+    "images beside labels": {"image": images(True), "label": torch.zeros(7)},
+}
+
+
+@pytest.mark.parametrize("name", DETECTION)
+def test_images_beside_their_targets_are_told_of_samples_and_of_nothing_else(name: str) -> None:
+    with pytest.raises(SplitError, match=r"one entry a row\. Give the samples themselves.*collate=") as caught:
+        rows_of(DETECTION[name])
+    assert "whole=" not in str(caught.value) and "offsets" not in str(caught.value)
+
+
+def test_images_beside_their_targets_are_exact_as_samples() -> None:
+    torch.manual_seed(903)
+    model = nn.Conv2d(3, 2, 3).double()
+    pictures = [image.double() + torch.randn(3, *image.shape[1:]).double() for image in images(False)]
+    samples = list(zip(pictures, DETECTION["lists"][1], strict=True))
+
+    def boxes(model: nn.Module, batch: Any) -> torch.Tensor:
+        seen = [(model(image).sum((1, 2))[0], target["labels"]) for image, target in zip(*batch, strict=True)]
+        return torch.cat([(value - labels).square() for value, labels in seen])
+
+    together = tuple(zip(*samples, strict=True))
+    reference = whole_batch(model, lambda model, batch: boxes(model, batch).mean(), together)
+    wb.backward(model, boxes, samples, 3, collate=lambda rows: tuple(zip(*rows, strict=True)))
+    assert_same_gradient(model, reference)
+    model.zero_grad()
+    for start in (0, 3, 6):
+        rows = samples[start : start + 3]
+        (boxes(model, tuple(zip(*rows, strict=True))).mean() / 3).backward()
+    assert_differs(model, reference)
+
+
 def test_a_list_that_may_be_either_is_told_both_calls() -> None:
     with pytest.raises(SplitError) as caught:
         rows_of(tensors(4, 8, dtype=torch.long))

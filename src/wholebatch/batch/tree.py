@@ -394,6 +394,25 @@ def _refuse_disagreement(leaves: Sequence[Leaf], counts: Mapping[int, int], more
     )
 
 
+def _lists_of_samples(leaves: Sequence[Leaf]) -> str:
+    """Name lists inside of a batch whose tensors differ in length, or that have as many entries as others have rows."""
+    inside: dict[str, list[tuple[str, Leaf]]] = {}
+    for leaf in leaves:
+        parts = leaf.path.split(".")
+        place = next((at for at, part in enumerate(parts) if at and part.isdigit()), None)
+        if place is not None:
+            inside.setdefault(".".join(parts[:place]), []).append((parts[place], leaf))
+    lengths = Counter(len({entry for entry, _ in held}) for held in inside.values())
+    lengths.update(leaf.rows for leaf in leaves if not leaf.is_array and leaf.rows is not None)
+    for path, held in inside.items():
+        entries = len({entry for entry, _ in held})
+        if len({leaf.rows for _, leaf in held}) > 1:
+            return f"'{path}' is a list that holds tensors of different lengths,"
+        if lengths[entries] > 1 or any(leaf.rows == entries for leaf in leaves if leaf.path.split(".")[0] != path):
+            return f"'{path}' is a list of {entries} entries, and something beside it has as many:"
+    return ""
+
+
 def _way_out(leaves: Sequence[Leaf], counts: Mapping[int, int]) -> str:
     if "batch_idx" in {leaf.key for leaf in leaves}:
         return (
@@ -401,18 +420,18 @@ def _way_out(leaves: Sequence[Leaf], counts: Mapping[int, int]) -> str:
             "of these tensors goes whole, and images and boxes can be cut together only before they are collated. Let "
             "the loader yield samples (collate_fn=list) and give its function as collate=."
         )
+    entries = _lists_of_samples(leaves)
+    if entries:
+        return (
+            f"{entries} one entry a row. Give the samples themselves, one entry of a list each, and collate=, which "
+            "makes a micro-batch of some of them: the loader's collate_fn, or lambda samples: tuple(zip(*samples))."
+        )
     for rows in counts:
         places = said_of_places(leaves, rows)
         if places:
             return places
     usual = max(counts, key=counts.__getitem__)  # the first of those that are equally frequent
     others = tuple(leaf.path for leaf in leaves if leaf.rows != usual)
-    if any(part.isdigit() for path in others for part in path.split(".")[1:]):
-        return (
-            "A list holds tensors of different lengths, one entry a row. Give the samples themselves, one entry of a "
-            "list each, and collate=, which makes a micro-batch of some of them: the loader's collate_fn, or "
-            "lambda samples: tuple(zip(*samples))."
-        )
     sideways = next((leaf for leaf in leaves if leaf.shape[1:2] and leaf.shape[1] in counts.keys() - {leaf.rows}), None)
     if sideways is not None:
         return (

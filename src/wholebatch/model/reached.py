@@ -53,8 +53,9 @@ def nodes_of(outputs: Iterable[Tensor], ends: list[Node] | None = None, steps: s
 
 def _by_zero(node: Any) -> bool:
     """Tell whether something is multiplied with a number that is zero, such as a weight at the start of a warm-up."""
-    factors = (node._saved_self, node._saved_other)
-    return any(each is not None and not each.dim() and each.device.type == "cpu" and not each for each in factors)
+    factors = (each for each in (node._saved_self, node._saved_other) if type(each) is Tensor and not each.dim())
+    # A mode below autograd is given a bare number for such a tensor, and may not know what to do with it; not here.
+    return any(each.device.type == "cpu" and not each.tolist() for each in factors)
 
 
 def leaves_of(outputs: Iterable[Tensor], steps: set[Step] | None = None) -> list[Tensor]:
