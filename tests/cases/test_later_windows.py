@@ -280,3 +280,66 @@ def test_a_loss_that_is_made_of_something_else_again_and_again_is_said_to_be_not
         said.append(wb.backward(model, loss, drawn(seed), 4).verified)
         assert_same_gradient(model, whole_batch(model, lambda m, b: loss(m, b).mean(), drawn(seed)))
     assert said[0].startswith("verified") and "again and again" in said[-1]
+
+
+# Items that are stated beside a mean: right as long as nothing is ignored
+
+
+def labelled(ignored: int | None, seed: int = 7) -> dict[str, Any]:
+    """Six rows of five positions; some labels of the first two rows are the one to be ignored."""
+    torch.manual_seed(seed)
+    batch = {"x": torch.randn(6, 5, 4).double(), "y": torch.randint(0, 3, (6, 5))}
+    if ignored is not None:
+        batch["y"][0, :4] = batch["y"][1, :2] = ignored
+    return batch
+
+
+def mean_of_all(ignored: int, weight: Any = None, factor: float = 1.0, smoothing: float = 0.0) -> Any:
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        outputs, labels = model(batch["x"]).flatten(0, 1), batch["y"].flatten()
+        return factor * F.cross_entropy(outputs, labels, weight, ignore_index=ignored, label_smoothing=smoothing)
+
+    return loss
+
+
+STATED = {
+    "an index of torch's": mean_of_all(-100),
+    "255": mean_of_all(255),
+    "padding": mean_of_all(0),
+    "times a number": mean_of_all(255, factor=0.5),
+    "with smoothing": mean_of_all(255, smoothing=0.1),
+}
+IGNORED = {"an index of torch's": -100, "padding": 0}
+
+
+@pytest.mark.parametrize("name", STATED)
+def test_labels_that_are_ignored_for_the_first_time_do_not_pass_among_the_stated_items(name: str) -> None:
+    model, mean, ignored = network(), STATED[name], IGNORED.get(name, 255)
+
+    def stated(model: nn.Module, batch: Any) -> Any:
+        return wb.from_mean(mean(model, batch), items=batch["y"].numel())
+
+    def counted(model: nn.Module, batch: Any) -> Any:
+        return wb.from_mean(mean(model, batch), items=(batch["y"] != ignored).sum())
+
+    first, later = labelled(None), labelled(ignored)
+    first["y"] = first["y"].clamp(min=1)  # nothing that is ignored
+    wb.backward(model, stated, first, 2)
+    model.zero_grad()
+    reference = whole_batch(model, mean, later)
+    wb.backward(model, stated, later, 2, verify="never")  # as a plain loop would
+    assert_differs(model, reference)
+    model.zero_grad()
+    with pytest.raises((wb.LossError, wb.InexactError), match="items"):
+        wb.backward(model, stated, later, 2)
+    assert {p.grad for p in model.parameters()} == {None}
+    wb.backward(model, counted, later, 2)
+    assert_same_gradient(model, reference)
+
+
+def test_items_in_proportion_to_what_the_mean_was_divided_by_are_exact() -> None:
+    model, mean = network(), mean_of_all(255, torch.full((3,), 2.0).double())
+    batch = labelled(255)
+    reference = whole_batch(model, mean, batch)
+    wb.backward(model, lambda m, b: wb.from_mean(mean(m, b), items=(b["y"] != 255).sum()), batch, 2)
+    assert_same_gradient(model, reference)

@@ -121,6 +121,17 @@ def test_a_window_gathered_by_accumulate() -> None:
     assert [loss is None for loss in losses] == [True, True, True, False, True, True, False]
 
 
+def test_items_that_are_not_what_the_mean_was_divided_by_are_refused() -> None:
+    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=STEPS)
+    model = accelerator.prepare(tagger())
+    window, batch = door.Window(accelerator, model), rows(4)
+    with pytest.raises(wb.LossError, match="was divided by"):
+        for start in range(4):
+            part = {name: value[start : start + 1] for name, value in batch.items()}
+            with accelerator.accumulate(model):
+                window.backward(wb.from_mean(mean(model, part), items=WIDTH))
+
+
 @pytest.mark.parametrize(("loss", "meant"), [(stated, mean), (several, several_meant)], ids=["one-term", "two-terms"])
 @pytest.mark.parametrize("size", [None, 1, 3], ids=str)
 def test_a_window_given_whole(loss: Any, meant: Any, size: int | None) -> None:

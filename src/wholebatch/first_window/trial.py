@@ -317,7 +317,7 @@ class Trial:
         self, draws: FixedDraws, portions: Sequence[Portion], factor: float, whole: LossTotals | None
     ) -> LossTotals:
         """Add a multiple of the gradient of some micro-batches, divided by the items of the whole."""
-        tally, shares = LossAccumulator(), BackwardSeeds(self.scaler, 1, drops_empty=False)
+        tally, shares = LossAccumulator(holds_counts=False), BackwardSeeds(self.scaler, 1, drops_empty=False)
         # Whoever has chosen a batch_norm= has buffers moved once a batch, or follow each micro-batch on purpose.
         buffers = None if self.options.get("batch_norm") is None else State(self.model_info)
         for portion in portions:

@@ -344,7 +344,7 @@ class _WindowRun:
 
     def _attempt(self, denominators: Denominators) -> Pending:
         """Run every micro-batch, agree with all ranks before gradients travel, and leave one factor to be applied."""
-        tally = LossAccumulator()
+        tally = LossAccumulator(self.setup.options.get("verify") != "never")
         with pooled(self.setup.model_info, self.setup.options.get("batch_norm") == "pooled") as pool:
             waiting, ran = self._run_micro_batches(tally, denominators, pool)
         self.forwards.end(self.micro_batches, ran)

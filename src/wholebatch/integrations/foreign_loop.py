@@ -86,10 +86,12 @@ class Boundary:
         """Bring gradients, which are averaged over ranks, to the window's true denominator; return its true loss.
 
         Raises:
-            LossError: if nothing went through `share`, so that the loop went back from numbers of its own.
+            LossError: if nothing went through `share`, so that the loop went back from numbers of its own, or if a
+                device says by now that the items stated are not what a mean was divided by.
         """
-        here, self._tally = self._tally.sums(), LossAccumulator()
+        here, flags, self._tally = self._tally.sums(), self._tally.flags, LossAccumulator()
         heard = [(schema, numbers) for schema, numbers in everywhere((here.schema, here.numbers(here.schema)))]
+        flags.settle()
         schema = next((schema for schema, _ in heard if schema.terms), None)
         held = [parameter.grad for parameter in parameters if parameter.grad is not None]
         if schema is None and not any(everywhere(bool(held))):

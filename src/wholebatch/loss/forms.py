@@ -10,22 +10,31 @@ from torch import Tensor
 from wholebatch.errors import LossError
 from wholebatch.loss.counts import Count
 from wholebatch.loss.flags import Flags
-from wholebatch.loss.graphs import ignored_targets
+from wholebatch.loss.graphs import ignored_targets, mean_divisors
 from wholebatch.loss.terms import LossSum, ParsedLoss, TermKey
 
 CLOSE = {torch.float64: 1e-9}
 """How far apart, relative, a value that exists once may come out in two micro-batches, where not 1e-5."""
 
 
+COUNTED = 1e-4
+"""How far apart, relative, sums of class weights may be by rounding."""
+
+
 class Forms:
     """Looks whether the answers of a window fit together: the same terms, the same values where they exist once.
+
+    Args:
+        holds_counts: whether the items that are stated beside a mean are held against what it was divided by.
 
     Attributes:
         named: whether the terms have names; None before the first.
         flags: what a device has yet to say.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, holds_counts: bool = True) -> None:
+        self._holds_counts = holds_counts
+        self._divided: dict[tuple[TermKey, int], tuple[Tensor, Tensor]] = {}
         self.named: bool | None = None
         self.flags = Flags()
         self._pattern: tuple[tuple[str, float | None], ...] = ()
@@ -46,6 +55,23 @@ class Forms:
             if _kind(term) == "shape" and isinstance(term.source, torch.Size):
                 for some in ignored_targets(term):
                     self.flags.add(some, partial(_ignored, key, term.count))
+            elif term.kind == "count" and self._holds_counts:
+                self._hold(key, term)
+
+    def _hold(self, key: TermKey, term: LossSum) -> None:
+        """Look whether the items of a mean are as large a part of what it was divided by as they were before.
+
+        Raises:
+            LossError: if not; then the batch's mean is another, whatever the items are.
+        """
+        for place, divisor in enumerate(mean_divisors(term)):
+            stated = torch.as_tensor(term.count, dtype=divisor.dtype, device=divisor.device).detach()
+            first, before = self._divided.setdefault((key, place), (divisor, stated))
+            if first is divisor:
+                continue
+            one, other = divisor * before.to(divisor.device), first.to(divisor.device) * stated
+            apart = ((one - other).abs() > COUNTED * torch.maximum(one, other)) & (stated != 0) & (before != 0)
+            self.flags.add(apart, partial(_miscounted, key, (first, before), (divisor, stated)))
 
     def compare(self, key: TermKey, first: Tensor, term: LossSum) -> None:
         """Look whether a value that exists once per batch is the same in another micro-batch.
@@ -105,6 +131,16 @@ def _differs(key: TermKey, first: Tensor, now: Tensor) -> str:
         f"{first.item():g} and {now.item():g}. It is computed from their rows (or draws), and only the first would "
         "count. A mean over rows is wb.mean(values) or wb.from_mean(loss, items=n), a sum wb.total(values); what needs "
         "all rows at once is for wb.coupled_backward."
+    )
+
+
+def _miscounted(key: TermKey, before: tuple[Tensor, Tensor], now: tuple[Tensor, Tensor]) -> str:
+    one, other = (f"{stated.item():g} items and was divided by {divisor.item():g}" for divisor, stated in (before, now))
+    return (
+        f"The term {key[0]!r} states {one} in one micro-batch, {other} in another: a cross entropy divides by the "
+        "targets that are not ignored, or by their class weights. Micro-batches would weigh as the stated items do. "
+        "State what it divides by, wb.from_mean(loss, items=(labels != ignore_index).sum()), or return "
+        "wb.losses.cross_entropy(logits, labels, weight=..., ignore_index=...), which counts for itself."
     )
 
 

@@ -18,6 +18,12 @@ FAR = 64
 UNTOUCHED = ("TBackward0", "ToCopyBackward0")
 """What may stand between a parameter and the operation that uses it."""
 
+LINEAR = {"View", "ToCopy", "Mul", "Div", "Add", "Sub", "Neg", "Squeeze", "Alias"}
+"""What may stand between the means that a loss is made of and the loss."""
+
+FEW = 16
+"""How many nodes are looked at for these means."""
+
 CROSS_ENTROPIES = ("NllLossBackward0", "NllLoss2DBackward0")
 
 MEETING = {
@@ -67,6 +73,18 @@ def ignored_targets(term: LossSum) -> Iterator[Tensor]:
         target, ignored = saved._saved_target, saved._saved_ignore_index
         if saved._saved_reduction == 0 and target.numel() == size:
             yield target.eq(ignored - 2**64 if ignored >= 2**63 else ignored).any()
+
+
+def mean_divisors(term: LossSum) -> Iterator[Tensor]:
+    """Yield what each cross entropy in a ready-made mean has divided by: its targets that count, or their weights."""
+    nodes = [] if term.total.grad_fn is None else [term.total.grad_fn]
+    for node in nodes:  # which grows meanwhile
+        saved: Any = node
+        if node.name() in CROSS_ENTROPIES:
+            if saved._saved_reduction == 1:
+                yield saved._saved_total_weight
+        elif _kind(node) in LINEAR and len(nodes) < FEW:
+            nodes += [following for following, _ in node.next_functions if following is not None]
 
 
 def values_summed(term: LossSum) -> int:

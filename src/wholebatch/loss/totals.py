@@ -193,13 +193,17 @@ class Sizes(Sequence[MicroBatchSize]):
 
 
 class LossAccumulator:
-    """Collects what the loss function says, micro-batch by micro-batch, without reading a number from the device."""
+    """Collects what the loss function says, micro-batch by micro-batch, without reading a number from the device.
 
-    def __init__(self) -> None:
+    Args:
+        holds_counts: whether stated items are held against what a mean was divided by.
+    """
+
+    def __init__(self, holds_counts: bool = True) -> None:
         self._indices: list[Sequence[int]] = []
         self._terms: list[dict[TermKey, _NotedTerm]] = []
         self._metrics: list[dict[str, _NotedTerm]] = []
-        self._forms = Forms()
+        self._forms = Forms(holds_counts)
 
     def add(self, answer: ParsedLoss | None, index: Sequence[int] = ()) -> ParsedLoss | None:
         """Note one micro-batch's sums; return what of it is to be learned from.
