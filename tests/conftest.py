@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import hypothesis
@@ -24,6 +26,25 @@ hypothesis.settings.load_profile("shared machine")
 def fixed_draws() -> None:
     """Start every test from the same random state, whatever ran before it."""
     torch.manual_seed(0)
+
+
+class NoFaultOfOurs(logging.Handler):
+    """Fails a test in which something of ours failed while it tried other code, which is only said elsewhere."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Raise where an error is told."""
+        raise AssertionError(record.getMessage())
+
+
+@pytest.fixture(autouse=True)
+def no_fault_of_ours(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Listen to what the first window tells as an error."""
+    handler, wanted = NoFaultOfOurs(logging.ERROR), request.node.get_closest_marker("faulty")
+    logger = logging.getLogger("wholebatch")
+    if wanted is None:
+        logger.addHandler(handler)
+    yield
+    logger.removeHandler(handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

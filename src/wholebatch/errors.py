@@ -6,9 +6,12 @@ Every message says what is wrong with the values, why it matters, and the call t
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import linecache
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import ParamSpec, TypeVar
 
 import torch
@@ -16,8 +19,13 @@ import torch
 P = ParamSpec("P")
 R = TypeVar("R")
 
-INSIDE = (str(Path(__file__).parent), str(Path(torch.__file__).parent))
+OWN = str(Path(__file__).parent)
+
+INSIDE = (OWN, str(Path(torch.__file__).parent))
 """Where frames say nothing to somebody whose call was wrong."""
+
+PASSED_ON = ("__torch_function__", "__torch_dispatch__")
+"""What watches call themselves by, which pass on what the user's code calls."""
 
 
 class WholeBatchError(Exception):
@@ -63,6 +71,51 @@ def plainly(function: Callable[P, R]) -> Callable[P, R]:
             raise error.with_traceback(_outside(error.__traceback__)) from error.__cause__
 
     return called
+
+
+class OwnFault(Exception):
+    """Something in wholebatch itself failed while it tried the user's code: not that code's fault."""
+
+
+@contextmanager
+def own_faults_apart() -> Iterator[None]:
+    """Let what fails in this library itself be no error of the user's code that runs meanwhile.
+
+    Whoever tries code that may fail, as it was not written for so few rows, takes its errors for an answer. An error
+    that one of our own lines makes must be none. Those of torch's operators, which are given the user's numbers, and
+    those that we raise on purpose stay what they are.
+
+    Raises:
+        OwnFault: in the place of such an error, naming the line.
+    """
+    try:
+        yield
+    except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, AssertionError) as error:
+        place = _own_line(error)
+        if not place:
+            raise
+        raise OwnFault(
+            f"wholebatch itself failed in {place} ({type(error).__name__}: {error!s:.120}); please report it"
+        ) from error
+
+
+def _own_line(error: BaseException) -> str:
+    """Name the line of this library that made an error by itself; "" if other code did, or called what made it."""
+    frames = list(traceback.walk_tb(error.__traceback__))
+    frame, line = frames[-1]
+    code = frame.f_code
+    on_purpose = linecache.getline(code.co_filename, line).strip().startswith("raise ")
+    if isinstance(error, WholeBatchError) or not _is_own(frame) or code.co_name in PASSED_ON or on_purpose:
+        return ""
+    first = next((at for at in range(len(frames), 0, -1) if not _is_own(frames[at - 1][0])), 0)
+    caller = frames[first - 1][0].f_code.co_filename if first else ""
+    if caller and not caller.startswith(INSIDE) and frames[first][0].f_code.co_name not in PASSED_ON:
+        return ""  # the user's code called us
+    return f"{Path(code.co_filename).relative_to(OWN)}, line {line}"
+
+
+def _is_own(frame: FrameType) -> bool:
+    return frame.f_code.co_filename.startswith(OWN)
 
 
 def _outside(trace: TracebackType | None) -> TracebackType | None:

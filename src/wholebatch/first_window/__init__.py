@@ -23,6 +23,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from wholebatch.batch.window import MicroBatch, Window
+from wholebatch.errors import OwnFault
 from wholebatch.first_window.identity import identity_of, state_of
 from wholebatch.first_window.proof import Proof, Unlike
 from wholebatch.first_window.quiet import quietly
@@ -77,6 +78,8 @@ def _proof_of(trial: Trial, batch: Any, micro_batches: Sequence[MicroBatch], spl
     try:
         with quietly():
             known[key] = _shown(trial, batch, micro_batches)
+    except OwnFault as fault:
+        known[key] = Proof(_own(trial, fault))
     except NotTried as reason:
         known[key] = Proof(f"not verified: {reason}")
         _warn(trial, known[key].said)
@@ -108,6 +111,8 @@ def _attempted(trial: Trial, batch: Any, micro_batches: Sequence[MicroBatch], un
                 own = [split(unlike.cut, unlike.index, "rows")]
                 return Judge(trial, batch, [unlike, *others]).judge(own)
             return _shown(trial, batch, [unlike, *others]).said
+    except OwnFault as fault:
+        return _own(trial, fault)
     except NotTried as reason:
         said = f"not verified: a micro-batch is made of operations that were not in what was tried, and {reason}"
         _warn(trial, said)
@@ -116,3 +121,10 @@ def _attempted(trial: Trial, batch: Any, micro_batches: Sequence[MicroBatch], un
 
 def _warn(trial: Trial, said: str) -> None:
     logger.warning("%s is %s", type(trial.model_info.model).__name__, said)
+
+
+def _own(trial: Trial, fault: OwnFault) -> str:
+    """Say that something of ours has failed, in words and to the logger."""
+    said = f"not verified: {fault}"
+    logger.error("%s is %s", type(trial.model_info.model).__name__, said, exc_info=fault.__cause__)
+    return said

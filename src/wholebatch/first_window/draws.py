@@ -20,8 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from wholebatch.errors import PASSED_ON
 from wholebatch.first_window.levels import Draw, HeldStill, Levels
-from wholebatch.first_window.lines import PASSED_ON, TORCH, line_of
+from wholebatch.first_window.lines import TORCH, line_of
 from wholebatch.model.dispatch import OperatorMode
 
 DROPOUT_ARGUMENTS = ("dropout_p", "dropout")

@@ -8,10 +8,9 @@ from typing import NamedTuple
 
 import torch
 
-TORCH = Path(torch.__file__).parent
+from wholebatch.errors import PASSED_ON
 
-PASSED_ON = ("__torch_function__", "__torch_dispatch__")
-"""What watches call themselves by, which only pass calls on."""
+TORCH = Path(torch.__file__).parent
 
 
 class Line(NamedTuple):

@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from wholebatch.first_window.lines import PASSED_ON, TORCH
+from wholebatch.errors import PASSED_ON
+from wholebatch.first_window.lines import TORCH
 
 TRAINING = 5
 """Where every function of torch that normalises over the batch takes whether it is by the rows' own statistics."""

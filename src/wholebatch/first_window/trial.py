@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 
 from wholebatch.batch.tree import BatchTree, move, rows_of
-from wholebatch.errors import SplitError
+from wholebatch.errors import SplitError, own_faults_apart
 from wholebatch.first_window.conduct import WatchedLoss
 from wholebatch.first_window.draws import FixedDraws, uncompiled
 from wholebatch.first_window.kinks import Kink, KinkWatch
@@ -274,7 +274,7 @@ class Trial:
         outcome, start, self._gradients = TrialOutcome(numbers=numbers), self._start, gradients
         self._outcome = outcome
         try:
-            with self._watched_by(numbers, outcome) as draws:
+            with own_faults_apart(), self._watched_by(numbers, outcome) as draws:
                 outcome.whole = self._side(draws, [whole], self._portion, None)
                 outcome.scale = self._norm()
                 outcome.moved, outcome.elsewhere = start.moved(), start.drew_elsewhere()

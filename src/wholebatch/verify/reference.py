@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from wholebatch.batch.window import Window, micro_batches_of
-from wholebatch.errors import LossError
+from wholebatch.errors import LossError, own_faults_apart
 from wholebatch.loss.terms import LossSum, Terms
 from wholebatch.model.inspection import unwrapped
 from wholebatch.model.references import reach_of
@@ -160,7 +160,7 @@ def plain_gradient(
     reading = _Reading(twin, model, loss_fn, batches, [] if outside is None else outside)
     state = State(twin)
     try:
-        with Widening(), observe(twin):
+        with own_faults_apart(), Widening(), observe(twin):
             return reading.read(dtype, state)
     finally:
         state.restore_random()

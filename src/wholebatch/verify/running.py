@@ -15,7 +15,7 @@ from torch.nn.parameter import is_lazy
 
 from wholebatch.batch.sizes import Size
 from wholebatch.batch.window import MicroBatch
-from wholebatch.errors import SyncError, WholeBatchError
+from wholebatch.errors import SyncError, WholeBatchError, own_faults_apart
 from wholebatch.gradient.result import Result
 from wholebatch.gradient.separable import backward
 from wholebatch.loss.terms import LossFunction
@@ -120,7 +120,7 @@ class Bench:
         watched = RecordedLoss(self.loss_fn, self.plain, [*plain.parameters(), *self.outside])
         try:
             with optimizers_kept() as stepped, gradients_kept([*plain.parameters(), *self.outside]):
-                with seen.on(plain):
+                with own_faults_apart(), seen.on(plain):
                     result = backward(model, watched, self.batch, self.size, **unverified)
                 return Ran(
                     gradients={name: held(tensor, torch.float64) for name, tensor in targets.items()},
