@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.nn import functional as F
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -331,6 +332,151 @@ def test_a_tensor_whose_numbers_lie_elsewhere_is_refused(name: str) -> None:
     given_[name] = TwoTensor(given_[name].detach(), given_[name].detach())
     with pytest.raises(LossError, match=rf"{name} is a TwoTensor.*full_tensor"):
         linear_cross_entropy(given_["hidden"], given_["weight"], labels)
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_what_is_ignored_need_not_be_a_number(options: dict[str, Any]) -> None:
+    hidden, weight, labels = head_and_tokens()
+    labels[3], clean = -100, hidden.detach().clone().requires_grad_()
+    hidden.data[3] = float("nan")
+    loss, truth = (linear_cross_entropy(each, weight, labels, memory=2 * ROW, **options) for each in (hidden, clean))
+    assert torch.equal(loss.value, truth.value)
+    found, expected = (
+        torch.autograd.grad(each.value, (leaf, weight)) for each, leaf in ((loss, hidden), (truth, clean))
+    )
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+    labels[3] = 5  # and what counts is not passed over
+    assert linear_cross_entropy(hidden, weight, labels, **options).value.isnan()
+
+
+def test_a_class_that_is_never_said_may_stand_in_for_what_is_ignored() -> None:
+    hidden, weight, labels = head_and_tokens()
+    labels[labels == 0], labels[3] = 1, -100
+    bias = torch.zeros(VOCABULARY, dtype=torch.float64)
+    bias[0] = -float("inf")
+    bias.requires_grad_()
+    term = linear_cross_entropy(hidden, weight, labels, bias, memory=2 * ROW).value
+    truth = F.cross_entropy(F.linear(hidden, weight, bias), labels)
+    assert torch.allclose(term, truth, rtol=1e-12)
+    found, expected = (torch.autograd.grad(each, (hidden, weight, bias)) for each in (term, truth))
+    for a, b in zip(found, expected, strict=True):
+        assert torch.allclose(a, b, rtol=1e-12, atol=1e-15)
+
+
+@pytest.mark.parametrize("unit", [1e-7, 1.0, 1e6])
+def test_float16_holds_class_weights_of_any_size(unit: float) -> None:
+    hidden, weight, labels = head_and_tokens(torch.float16)
+    by_class = torch.linspace(0.1, 3, VOCABULARY) * unit
+    exact = [t.detach().double().requires_grad_() for t in (hidden, weight)]
+    truth = torch.autograd.grad(F.cross_entropy(F.linear(*exact), labels, by_class.double()), exact)
+    term = linear_cross_entropy(hidden, weight, labels, class_weight=by_class)
+    assert float(term.count) == pytest.approx(float(by_class[labels].sum()), rel=1e-6)
+    found = torch.autograd.grad(term.value, (hidden, weight))
+    names = ("hidden", "weight")
+    assert_same_gradient(dict(zip(names, found, strict=True)), dict(zip(names, truth, strict=True)))
+    # the naive way: half numbers times the weights as they are told
+    logits = F.linear(*exact)
+    by_logit = torch.autograd.grad(F.cross_entropy(logits, labels, by_class.double(), reduction="sum"), logits)[0]
+    naive = (by_logit.half().double().T @ exact[0]) / by_class[labels].sum()
+    if unit != 1.0:
+        assert_differs({"weight": naive.detach()}, {"weight": truth[1]})
+
+
+@pytest.mark.parametrize("options", [{}, {"z_loss": 0.5, "scale": 3.0}], ids=["bare", "scaled"])
+def test_a_word_that_many_tokens_say_does_not_pass_the_end_of_float16(options: dict[str, Any]) -> None:
+    hidden = torch.full((20_000, 4), 8.0, dtype=torch.float16, requires_grad=True)
+    weight = torch.randn(50, 4, generator=torch.Generator().manual_seed(1)).half().requires_grad_()
+    labels = torch.zeros(20_000, dtype=torch.int64)
+    found = torch.autograd.grad(linear_cross_entropy(hidden, weight, labels, **options).value, (hidden, weight))
+    exact = [t.detach().double().requires_grad_() for t in (hidden, weight)]
+    truth = torch.autograd.grad(linear_cross_entropy(*exact, labels, **options).value, exact)
+    names = ("hidden", "weight")
+    assert_same_gradient(dict(zip(names, found, strict=True)), dict(zip(names, truth, strict=True)), tol=4e-3)
+    one_sum = torch.mm(torch.ones(1, 20_000, dtype=torch.float16), hidden.detach())
+    assert bool(one_sum.isinf().any())  # the naive way
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script`:DeprecationWarning")  # torch's own, of its forward mode
+def test_a_transform_is_refused_in_words() -> None:
+    hidden, weight, labels = (each.detach() for each in head_and_tokens())
+
+    def loss(hidden: Tensor) -> Tensor:
+        return linear_cross_entropy(hidden, weight, labels).value
+
+    with pytest.raises(LossError, match=r"torch.func reached linear_cross_entropy.*F.linear"):
+        torch.func.grad(loss)(hidden)
+    with pytest.raises(LossError, match=r"torch.func reached"):
+        torch.func.jvp(loss, (hidden,), (hidden,))
+    with forward_ad.dual_level(), pytest.raises(LossError, match="Forward-mode"):
+        loss(forward_ad.make_dual(hidden, hidden))
+    with pytest.raises(LossError, match="Several gradients at once"):
+        torch.autograd.functional.jacobian(loss, hidden, vectorize=True)
+    whole = torch.autograd.functional.jacobian(loss, hidden)  # one gradient is what it has
+    expected = torch.autograd.functional.jacobian(lambda h: F.cross_entropy(F.linear(h, weight), labels), hidden)
+    assert torch.allclose(whole, expected, rtol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["hidden", "weight"])
+def test_what_changes_before_the_backward_is_noticed(name: str) -> None:
+    hidden, weight, labels = head_and_tokens()
+    given_ = {"hidden": hidden * 1, "weight": weight * 1}
+    value = linear_cross_entropy(given_["hidden"], given_["weight"], labels).value
+    with torch.no_grad():
+        given_[name].add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(value, (hidden, weight))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_either_checkpoint_around_it_has_the_same_gradient(reentrant: bool) -> None:
+    hidden, weight, labels = head_and_tokens()
+
+    def loss(hidden: Tensor) -> Tensor:
+        return linear_cross_entropy(torch.tanh(hidden), weight, labels, memory=2 * ROW).value
+
+    (3 * checkpoint(loss, hidden, use_reentrant=reentrant)).backward()
+    expected = torch.autograd.grad(3 * F.cross_entropy(F.linear(torch.tanh(hidden), weight), labels), (hidden, weight))
+    for leaf, truth in zip((hidden, weight), expected, strict=True):
+        assert leaf.grad is not None
+        assert torch.allclose(leaf.grad, truth, rtol=1e-12, atol=1e-15)
+
+
+def test_views_and_labels_of_any_integer_type_are_read_as_they_are() -> None:
+    _, weight, _ = head_and_tokens()
+    turned = torch.randn(WIDTH, 3, 5, dtype=torch.float64, requires_grad=True)
+    labels = torch.randint(VOCABULARY, (5, 3))
+    expected = torch.autograd.grad(
+        F.cross_entropy(F.linear(turned.permute(2, 1, 0), weight).flatten(0, 1), labels.flatten()), (turned, weight)
+    )
+    for dtype in (torch.uint8, torch.int8, torch.int32, torch.int64):
+        value = linear_cross_entropy(turned.permute(2, 1, 0), weight, labels.to(dtype)).value
+        found = torch.autograd.grad(value, (turned, weight))
+        assert all(torch.allclose(a, b, rtol=1e-12, atol=1e-15) for a, b in zip(found, expected, strict=True))
+
+
+def test_values_that_mean_nothing_are_named() -> None:
+    hidden, weight, labels = head_and_tokens()
+    for name, value, allowed in [
+        ("label_smoothing", 1.5, "from 0 to 1"),
+        ("label_smoothing", float("nan"), "from 0 to 1"),
+        ("softcap", 0, "above 0"),
+        ("softcap", float("inf"), "above 0"),
+        ("scale", float("nan"), "finite"),
+        ("z_loss", float("inf"), "finite"),
+    ]:
+        with pytest.raises(LossError, match=rf"{name} is {value}; it must be {allowed}"):
+            linear_cross_entropy(hidden, weight, labels, **{name: value})
+    with pytest.raises(LossError, match=r"class_weight requires a gradient.*detach"):
+        linear_cross_entropy(hidden, weight, labels, class_weight=torch.ones(VOCABULARY, requires_grad=True))
+    with pytest.raises(LossError, match=r"bias is on meta and hidden on cpu"):
+        linear_cross_entropy(hidden, weight, labels, torch.zeros(VOCABULARY, device="meta"))
+    with pytest.raises(LossError, match=r"weight is Linear.*head.weight"):
+        linear_cross_entropy(hidden, nn.Linear(WIDTH, VOCABULARY), labels)  # type: ignore[arg-type]
+    with pytest.raises(LossError, match=r"labels is NoneType"):
+        linear_cross_entropy(hidden, weight, None)  # type: ignore[arg-type]
+    with pytest.raises(LossError, match=r"dense ones"):
+        linear_cross_entropy(hidden, weight.detach().to_sparse(), labels)
 
 
 def test_shapes_and_types_that_do_not_fit_are_named() -> None:

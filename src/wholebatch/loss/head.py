@@ -12,6 +12,7 @@ Three matrix products a chunk, as many as logits that are kept; a fourth would b
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -111,7 +112,7 @@ class _Chunk:
         """Add the tokens of a chunk."""
         targets = self._targets
         classes, counted, weights = (t[where, None] for t in (targets.classes, targets.counted, targets.weights))
-        hidden = self._hidden[where]
+        hidden = torch.where(counted.bool(), self._hidden[where], 0.0)  # what does not count need not be a number
         logits, slope = self._computed(hidden)
         peaks = self._weighted(counted, weights, classes, logits)
         if not any(self._how.wanted):
@@ -126,7 +127,7 @@ class _Chunk:
             logits.sub_(by_class if targets.class_weight is None else by_class * targets.class_weight)
         if slope is not None:
             logits.mul_(slope)
-        self._gather(where, hidden, logits)
+        self._gather(where, hidden, logits, 1 + 2 * self._how.z_loss * peaks.log_sum.abs().amax())
 
     def _computed(self, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
         """Compute the logits, and the slope of the cap at each."""
@@ -158,11 +159,16 @@ class _Chunk:
         losses = weights * ((1 - smoothing) * (log_sums - chosen) + self._how.z_loss * log_sums.square())
         if smoothing:
             losses += smoothing / len(self._weight) * counted * (self._all_weights * log_sums - every)
-        self.sums.loss.add_(losses.sum())
+        # A class that is never said, its bias minus infinity, may stand in for a label that does not count.
+        self.sums.loss.add_(torch.where(counted.bool(), losses, 0.0).sum())
         return _Peaks(sums, log_sums)
 
-    def _gather(self, where: slice, hidden: Tensor, by_logit: Tensor) -> None:
-        """Add what a chunk gives to the gradients, from that by its logits before cap and scale."""
+    def _gather(self, where: slice, hidden: Tensor, by_logit: Tensor, most: Tensor) -> None:
+        """Add what a chunk gives to the gradients, from that by its logits before cap and scale.
+
+        Args:
+            most: no number by a logit is larger, before the scale.
+        """
         if self._how.scale != 1:
             by_logit.mul_(self._how.scale)
         narrow = self._narrow[: len(hidden)]
@@ -171,7 +177,7 @@ class _Chunk:
         if self.sums.hidden is not None:
             torch.mm(narrow, self._weight, out=self.sums.hidden[where])
         if self.sums.weight is not None and self._half:
-            self.sums.weight.add_(torch.mm(narrow.T, hidden))
+            self.sums.weight.add_(_in_range(narrow.T, hidden, most * abs(self._how.scale)))
         elif self.sums.weight is not None:
             self.sums.weight.addmm_(narrow.T, hidden)
         if self.sums.bias is not None:
@@ -183,6 +189,20 @@ class _Peaks(NamedTuple):
 
     sum: Tensor
     log_sum: Tensor
+
+
+def _in_range(by_logit: Tensor, hidden: Tensor, most: Tensor) -> Tensor:
+    """Multiply half numbers, of which float16 ends at 65,504: a word's sum over a chunk's tokens could pass it.
+
+    Returns:
+        The product, in the precision of the sums.
+    """
+    if hidden.dtype is not torch.float16:
+        return torch.mm(by_logit, hidden)
+    largest = (hidden.abs().amax().to(most) * most * len(hidden)).clamp(min=torch.finfo(most.dtype).tiny)
+    room = torch.exp2(torch.floor(torch.log2(torch.finfo(hidden.dtype).max / largest)))
+    room = room.clamp(max=1.0)  # a power of two takes no digit away
+    return torch.mm(by_logit, hidden * room.to(hidden.dtype)).to(most.dtype).div_(room)
 
 
 class HeadLoss(Function):
@@ -211,8 +231,29 @@ class HeadLoss(Function):
         if ctx.spent:  # a graph that was kept goes back a second time: the first took the sums away
             gradients = ctx.how.summed(hidden, weight, bias, Targets(*rest[:4]))[1:]
         ctx.spent = True
-        shares = [_times(*pair, incoming[0]) for pair in zip(gradients, (hidden, weight, bias), strict=True)]
+        try:
+            shares = [_times(*pair, incoming[0]) for pair in zip(gradients, (hidden, weight, bias), strict=True)]
+        except RuntimeError as error:
+            if not str(error).startswith("vmap:"):
+                raise
+            raise LossError(f"Several gradients at once reached linear_cross_entropy. {_BACKWARD_ALONE}") from error
         return None, *shares, None, None, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        raise LossError(f"Forward-mode differentiation reached linear_cross_entropy. {_BACKWARD_ALONE}")
+
+
+_BACKWARD_ALONE = (
+    "It makes the gradient that one backward asks for, while its logits are there. Under torch.func, in forward mode "
+    "and for several gradients at once take wb.losses.cross_entropy(F.linear(hidden, weight), labels)."
+)
+
+
+def refuse_transforms(tensors: Iterable[Any]) -> None:
+    """Raise for tensors that a transform of torch.func has wrapped."""
+    if any(isinstance(each, Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(each) for each in tensors):
+        raise LossError(f"A transform of torch.func reached linear_cross_entropy. {_BACKWARD_ALONE}")
 
 
 def wide_of(dtype: torch.dtype) -> torch.dtype:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from numbers import Real
-from typing import ParamSpec, TypedDict, TypeVar
+from typing import Any, ParamSpec, TypedDict, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from typing_extensions import Unpack
 
 from wholebatch.amounts import bytes_in
 from wholebatch.errors import LossError
-from wholebatch.loss.head import HeadLoss, Targets, TokenLoss, wide_of
+from wholebatch.loss.head import HeadLoss, Targets, TokenLoss, refuse_transforms, wide_of
 from wholebatch.loss.labels import as_classes, known, same_shape, shifted
 from wholebatch.loss.terms import LossSum, describe, floating
 
@@ -96,20 +97,21 @@ def linear_cross_entropy(
     Source:
         Gradients in the forward, chunk by chunk: Liger Kernel (arXiv 2410.10989), section 3.2.
     """
-    _fitting_head(hidden, weight, bias, class_weight)
+    _fitting_head(hidden, weight, labels, bias, class_weight)
+    refuse_transforms((hidden, weight, bias, class_weight, labels))
     same_shape(hidden.shape[:-1], labels.shape)
     wide = wide_of(dtype := _product_type(hidden))
     classes = as_classes(labels).flatten().to(hidden.device)
     counted = classes != ignore_index
     known(classes[counted] if counted.device.type == "cpu" else None, len(weight), ignore_index)
     safe = torch.where(counted, classes, 0)
-    by_class = None if class_weight is None else class_weight.detach().to(hidden.device, wide)
+    by_class, unit = (None, 1.0) if class_weight is None else _normalised(class_weight.to(hidden.device, wide))
     weights = counted.to(wide) if by_class is None else by_class[safe] * counted
     learning = torch.is_grad_enabled()
     wanted = (hidden.requires_grad, weight.requires_grad, bias is not None and bias.requires_grad)
     how = TokenLoss(
-        label_smoothing,
-        softcap=softcap if softcap is None else _number(softcap, "softcap"),
+        _number(label_smoothing, "label_smoothing", 0.0, 1.0),
+        softcap=softcap if softcap is None else _number(softcap, "softcap", math.ulp(0.0)),
         scale=_number(scale, "scale"),
         z_loss=_number(z_loss, "z_loss"),
         wanted=wanted if learning else (False, False, False),
@@ -118,8 +120,8 @@ def linear_cross_entropy(
     )
     targets = Targets(safe, counted.to(wide), weights, by_class)
     total = HeadLoss.apply(how, hidden.flatten(0, -2), weight, bias, *targets)  # type: ignore[no-untyped-call]
-    count = counted.sum() if class_weight is None else weights.sum()
-    return LossSum(total, count, kind="labels" if class_weight is None else "weighted labels", source=labels)
+    count = counted.sum() if class_weight is None else weights.sum() * unit
+    return LossSum(total * unit, count, kind="labels" if class_weight is None else "weighted labels", source=labels)
 
 
 def causal_lm_head(
@@ -159,10 +161,22 @@ def causal_lm_head(
     return LossSum(term.total, term.count, kind=kind, source=source)
 
 
-def _fitting_head(hidden: Tensor, weight: Tensor, bias: Tensor | None, class_weight: Tensor | None) -> None:
+def _fitting_head(
+    hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, class_weight: Tensor | None
+) -> None:
     """Raise for a head that does not fit the hidden states, or is not whole."""
-    given = {"hidden": hidden, "weight": weight, "bias": bias, "class_weight": class_weight}
+    given: dict[str, Any] = {
+        "hidden": hidden,
+        "weight": weight,
+        "labels": labels,
+        "bias": bias,
+        "class_weight": class_weight,
+    }
     for name, tensor in given.items():
+        if not isinstance(tensor, Tensor) and (tensor is not None or name in ("hidden", "weight", "labels")):
+            raise LossError(
+                f"{name} is {describe(tensor)}; pass a tensor: head.weight, head.bias of a torch.nn.Linear."
+            )
         if hasattr(tensor, "__tensor_flatten__"):
             raise LossError(
                 f"{name} is a {type(tensor).__name__}: cut over ranks, or packed. The loss needs it whole, as it is "
@@ -182,11 +196,26 @@ def _fitting_head(hidden: Tensor, weight: Tensor, bias: Tensor | None, class_wei
             raise LossError(
                 f"{name} of shape {tuple(tensor.shape)} does not fit a vocabulary of {len(weight)}: pass one a class."
             )
-    if hidden.dtype != weight.dtype and not torch.is_autocast_enabled(hidden.device.type):
+    _multiplied(hidden, weight, bias)
+    if class_weight is not None and class_weight.requires_grad:
+        raise LossError("class_weight requires a gradient, and gets none here. Pass class_weight.detach().")
+
+
+def _multiplied(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    """Raise unless hidden states and head have a product: in one type, on one device, dense."""
+    double = torch.float64 in (hidden.dtype, weight.dtype)  # autocast leaves it as it is
+    if hidden.dtype != weight.dtype and (double or not torch.is_autocast_enabled(hidden.device.type)):
         raise LossError(
-            f"hidden is {hidden.dtype} and weight {weight.dtype}: their product has no type without torch.autocast. "
-            "Pass hidden.to(weight.dtype)."
+            f"hidden is {hidden.dtype} and weight {weight.dtype}: their product has no type"
+            f"{'' if double else ' without torch.autocast'}. Pass hidden.to(weight.dtype)."
         )
+    for name, tensor in (("weight", weight), ("bias", bias)):
+        if tensor is not None and floating(tensor, name).device != hidden.device:
+            raise LossError(
+                f"{name} is on {tensor.device} and hidden on {hidden.device}. Pass hidden.to({name}.device)."
+            )
+    if {hidden.layout, weight.layout} != {torch.strided}:
+        raise LossError(f"hidden is {hidden.layout} and weight {weight.layout}; pass dense ones: weight.to_dense().")
 
 
 def _product_type(hidden: Tensor) -> torch.dtype:
@@ -196,10 +225,25 @@ def _product_type(hidden: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(device) if chosen else hidden.dtype
 
 
-def _number(value: object, name: str) -> float:
-    if isinstance(value, Real):
-        return float(value)
-    raise LossError(
-        f"{name} is {describe(value)}; here it is a number. A scale that is learned goes onto the hidden states: "
-        "linear_cross_entropy(hidden * scale, weight, labels)."
-    )
+def _number(value: object, name: str, least: float = -math.inf, most: float = math.inf) -> float:
+    if not isinstance(value, Real):
+        raise LossError(
+            f"{name} is {describe(value)}; here it is a number. A scale that is learned goes onto the hidden states: "
+            "linear_cross_entropy(hidden * scale, weight, labels)."
+        )
+    number = float(value)
+    if not (math.isfinite(number) and least <= number <= most):
+        allowed = "finite" if math.isinf(least) else "above 0, and finite" if math.isinf(most) else "from 0 to 1"
+        raise LossError(f"{name} is {value}; it must be {allowed}.")
+    return number
+
+
+def _normalised(class_weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Bring class weights to at most 2 by a power of two: no sum of half numbers depends on what they are told in.
+
+    Returns:
+        The weights, and what they are told in.
+    """
+    unit = torch.exp2(torch.floor(torch.log2(class_weight.abs().amax())))
+    unit = torch.where((unit > 0) & unit.isfinite(), unit, 1.0)
+    return class_weight / unit, unit
