@@ -314,6 +314,90 @@ class DerivedSteppingItself(exact(transformers.Trainer)):  # type: ignore[misc]
     training_step = SteppingItself.training_step
 
 
+class Clipping(transformers.Trainer):  # type: ignore[misc]
+    """Clips behind every micro-batch, where the batch is clipped once."""
+
+    def training_step(self, model: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+        loss = super().training_step(model, *args, **kwargs)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        return loss
+
+
+class Zeroing(transformers.Trainer):  # type: ignore[misc]
+    """Takes back what the micro-batches before have added."""
+
+    def training_step(self, model: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+        self.optimizer.zero_grad()
+        return super().training_step(model, *args, **kwargs)
+
+
+class Fgm(transformers.Trainer):  # type: ignore[misc]
+    """Adversarial training: the step once more with embeddings moved along their gradient."""
+
+    def training_step(self, model: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+        loss = super().training_step(model, *args, **kwargs)
+        embedding = model.get_input_embeddings().weight  # type: ignore[operator]
+        moved = embedding.grad / embedding.grad.norm()
+        embedding.data.add_(moved)
+        super().training_step(model, *args, **kwargs)
+        embedding.data.sub_(moved)
+        return loss
+
+
+class Guarding(transformers.Trainer):  # type: ignore[misc]
+    """Looks at the gradients of each micro-batch and changes none."""
+
+    norms: list[float]
+
+    def training_step(self, model: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+        loss = super().training_step(model, *args, **kwargs)
+        gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+        self.norms = [*vars(self).get("norms", []), sum(float(g.norm()) for g in gradients)]
+        for gradient in gradients:
+            if gradient.isnan().any():
+                gradient.zero_()
+        return loss
+
+
+class InitByName(transformers.Trainer):  # type: ignore[misc]
+    """Reaches the Trainer's own construction by name, past every class between."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        transformers.Trainer.__init__(self, *args, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("trainer", "words"),
+    [
+        (Clipping, "Between two micro-batches.*max_grad_norm"),
+        (Zeroing, "Between two micro-batches"),
+        (Fgm, "runs the Trainer's step twice.*gradient_accumulation_steps=1"),
+    ],
+)
+def test_a_training_step_that_acts_on_each_micro_batchs_gradient_is_refused(
+    trainer: Any, words: str, tmp_path: Path
+) -> None:
+    model, rows = tiny("BertForSequenceClassification", num_labels=3), CLASSES
+    with pytest.raises(wb.InexactError, match=words):
+        Run(exact(trainer), model, rows, tmp_path)
+    stock = Run(trainer, model, rows, tmp_path).gradients.steps[0]
+    whole = Run(trainer, model, rows, tmp_path, per_device_train_batch_size=16, gradient_accumulation_steps=1)
+    assert_differs(stock, whole.gradients.steps[0])
+    ours = Run(exact(trainer), model, rows, tmp_path, per_device_train_batch_size=16, gradient_accumulation_steps=1)
+    assert_same_gradient(ours.gradients.steps[0], whole.gradients.steps[0])
+
+
+@pytest.mark.parametrize("trainer", [Guarding, InitByName])
+def test_a_training_step_that_looks_and_a_class_that_constructs_by_name_are_served(
+    trainer: Any, tmp_path: Path
+) -> None:
+    model = tiny("BertForSequenceClassification", num_labels=3)
+    run = Run(exact(trainer), model, CLASSES, tmp_path)
+    for ours, reference in zip(run.gradients.steps, references(model, CLASSES), strict=True):
+        assert_same_gradient(ours, reference)
+    assert_differs(Run(trainer, model, CLASSES, tmp_path).gradients.steps[0], references(model, CLASSES)[0])
+
+
 @pytest.mark.parametrize("trainer", [exact(SteppingItself), DerivedSteppingItself], ids=["made-exact", "derived"])
 def test_a_training_step_that_goes_back_by_itself_is_refused(trainer: Any, tmp_path: Path) -> None:
     with pytest.raises(wb.InexactError, match=r"goes back by itself.*super\(\)\.training_step"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -571,6 +572,21 @@ def test_windows_that_cannot_be_seen_are_refused(tmp_path: Path) -> None:
 def test_settings_that_cannot_be_exact_are_refused_by_name(settings: Any, named: str, tmp_path: Path) -> None:
     with pytest.raises(wb.InexactError, match=named):
         Run(exact(transformers.Trainer), tiny("GPT2LMHeadModel"), texts(), tmp_path, **settings)
+
+
+@pytest.mark.parametrize("kind", ["tp", "cp", "sp"])
+def test_ranks_that_share_rows_or_layers_are_refused(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Accelerate makes such meshes on several devices only, so what it says of them is put in its place."""
+    args = transformers.TrainingArguments(str(tmp_path), report_to=[], use_cpu=True, max_steps=1)
+    trainer = exact(transformers.Trainer)(
+        model=tiny("GPT2LMHeadModel"), args=args, train_dataset=texts(), data_collator=padded
+    )
+    config = SimpleNamespace(**{"tp_size": 1, "cp_size": 1, "sp_size": 1} | {f"{kind}_size": 2})
+    monkeypatch.setattr("accelerate.Accelerator.parallelism_config", property(lambda self: config))
+    with pytest.raises(wb.InexactError, match=r"tensor, context or sequence parallelism.*wb\.shares"):
+        trainer.train()
 
 
 def test_tokens_are_not_counted_in_samples(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
@@ -36,6 +36,8 @@ class Shares:
         ranks: over how many ranks the engine averages.
         running: whether a micro-batch is in the Trainer's own step just now.
         reached: whether the step at hand has asked for a loss there.
+        rows: how many rows micro-batches had.
+        left: how the last step has left the gradients; None before the window's first.
     """
 
     counts: list[float | None]
@@ -44,6 +46,7 @@ class Shares:
     running: bool = False
     reached: bool = False
     rows: set[int] = field(default_factory=set)
+    left: list[tuple[int, int]] | None = None
 
 
 @dataclass
@@ -53,6 +56,11 @@ class Waiting:
     batches: list[Any]
     calls: int
     items: Tensor | None
+
+
+def written(model: nn.Module) -> list[tuple[int, int]]:
+    """Say of the gradients which tensors they are, and how often each has been written to."""
+    return [(-1, -1) if p.grad is None else (id(p.grad), p.grad._version) for p in model.parameters()]
 
 
 def _seeing(own: Callable[..., Any], seen: Callable[..., Any]) -> Callable[..., Any]:
@@ -68,8 +76,13 @@ def _seeing(own: Callable[..., Any], seen: Callable[..., Any]) -> Callable[..., 
 class Outside(transformers.Trainer):
     """Stands above the user's own class: sees what its `compute_loss` returned, and that its step is the Trainer's."""
 
-    _meaning: Meaning
-    _first: FirstWindow
+    if TYPE_CHECKING:  # of `Inside`, below
+
+        @property
+        def _meaning(self) -> Meaning: ...
+        @property
+        def _first(self) -> FirstWindow: ...
+
     _items: Counter | None
     _shares: Shares | None
     _waiting: Waiting | None
@@ -77,6 +90,8 @@ class Outside(transformers.Trainer):
     _is_whole: bool
     _stays: bool
     _asked: bool = False
+    _inside_step: bool = False
+    _stepped_already: bool = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """See what a class that is derived from an exact one overrides, as if it had been made exact itself."""
@@ -90,9 +105,15 @@ class Outside(transformers.Trainer):
         return self._stepped(super().training_step, model, *args, **kwargs)
 
     def _stepped(self, step: Callable[..., Any], model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if self._inside_step:  # an override of a class that is derived from another override
+            return step(model, *args, **kwargs)
         if self._shares is not None:
             self._shares.reached = False
-        loss = step(model, *args, **kwargs)
+        self._inside_step, self._stepped_already = True, False
+        try:
+            loss = step(model, *args, **kwargs)
+        finally:
+            self._inside_step = False
         if self._shares is not None and not self._shares.reached:
             model.zero_grad()
             raise InexactError(

@@ -9,6 +9,7 @@ balanced experts, BatchNorm over the whole batch) `training_step` waits for the 
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, TypeVar, cast
@@ -28,7 +29,7 @@ from wholebatch.integrations.streams import draw, refuse_repeats
 from wholebatch.integrations.trainer_coupled import Coupling
 from wholebatch.integrations.trainer_loss import Meaning
 from wholebatch.integrations.trainer_refusals import owner_of, refuse, shifts
-from wholebatch.integrations.trainer_shares import DIVIDING, Outside, Shares, Waiting
+from wholebatch.integrations.trainer_shares import DIVIDING, Outside, Shares, Waiting, written
 from wholebatch.integrations.watching import FirstWindow
 from wholebatch.options import Options, checked
 
@@ -90,22 +91,35 @@ class Inside(transformers.Trainer):
     _shares: Shares | None = None
     _waiting: Waiting | None = None
     _last: Any = None
+    _stepped_already: bool = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         refuse(self, self._size, self._stays)
+
+    # Made when they are first asked for: a class that calls Trainer.__init__ by name leaves ours out.
+
+    @functools.cached_property
+    def _meaning(self) -> Meaning:
         compute_loss = owner_of(self, "compute_loss")
         own = compute_loss is transformers.Trainer and self.compute_loss_func is None
         believes = dict(self._options).get("verify") == "never"
-        self._meaning = Meaning(self, self._items, own, lambda: shifts(self), believes)
-        self._coupling = Coupling(self, self._meaning)
-        self._first = FirstWindow(
+        return Meaning(self, self._items, own, lambda: shifts(self), believes)
+
+    @functools.cached_property
+    def _coupling(self) -> Coupling:
+        return Coupling(self, self._meaning)
+
+    @functools.cached_property
+    def _first(self) -> FirstWindow:
+        return FirstWindow(
             self._options,
             'Choose exact(Trainer, batch_norm="exact") (statistics of the whole batch) or "micro" (as usual)',
         )
 
     def get_train_dataloader(self) -> Any:
         """Leave the samples as they are where the window is cut again, and repeat no row to even ranks out."""
+        refuse(self, self._size, self._stays)
         collator, loading = self.data_collator, self.accelerator.dataloader_config
         even = loading.even_batches
         self.data_collator = cast("Any", _as_they_are if self._cuts_samples else collator)
@@ -147,6 +161,16 @@ class Inside(transformers.Trainer):
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """Run a micro-batch by the Trainer's own step with its share of the window's loss, or wait for the window."""
+        again = self._stepped_already
+        self._stepped_already = True
+        if again and not self._stays and not (self._is_whole and self._shares is not None):
+            model.zero_grad()
+            raise InexactError(
+                f"The training_step of {type(self).__name__} runs the Trainer's step twice for one micro-batch, as "
+                "adversarial training (FGM, PGD) does: what it moves in between follows the gradient of the "
+                "micro-batches so far, not that of the batch. Let one micro-batch be the batch "
+                "(gradient_accumulation_steps=1), or write the loop: wb.backward, move, wb.backward."
+            )
         if self._shares is not None:
             return self._run_share(model, inputs, num_items_in_batch, self._shares)
         waiting = self._waiting
@@ -250,6 +274,14 @@ class Inside(transformers.Trainer):
             shares.counts.pop(0)
             shares.reached = True
             return torch.zeros((), device=self.args.device)
+        if shares.left is not None and shares.left != written(model):
+            model.zero_grad()
+            raise InexactError(
+                f"Between two micro-batches of a window, with {len(shares.counts)} still to come, something has "
+                f"changed the gradients, which are not those of the batch yet: the training_step of "
+                f"{type(self).__name__} or a callback. Leave zeroing to the Trainer, clip by max_grad_norm=, and "
+                "change gradients in a callback's on_pre_optimizer_step."
+            )
         before = {name: vars(self)[name] for name in DIVIDING if name in vars(self)}
         shares.running = shares.reached = True
         try:
@@ -262,9 +294,13 @@ class Inside(transformers.Trainer):
             for name in DIVIDING:
                 vars(self).pop(name, None)
             vars(self).update(before)
-        if shares.counts:
+        last = len(shares.counts) < 2
+        if shares.counts and not self._is_whole:
             shares.counts.pop(0)
-        if not self._stays and not shares.counts and not shares.items and self.accelerator.scaler is None:
+        # An engine of its own may keep gradients elsewhere, and write them when it likes.
+        plain = not (self._stays or self.is_deepspeed_enabled or self.is_fsdp_enabled)
+        shares.left = written(model) if plain and not last else None
+        if not self._stays and last and not shares.items and self.accelerator.scaler is None:
             model.zero_grad()  # nothing was to be learned: not even momentum and decay should move
         return loss
 
