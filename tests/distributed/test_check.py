@@ -77,3 +77,39 @@ def test_a_model_that_is_not_wrapped_is_asked_about_as_by_backward(two_ranks: Ra
 def test_a_rank_that_fails_ends_all_of_them(two_ranks: Ranks) -> None:
     with pytest.raises(RanksError, match="the second rank cannot"):
         two_ranks.run(run, one_fails, True, None, seconds=60.0)
+
+
+def real(name: str, naive: bool) -> str:
+    from tests.verify.test_real_models import MODELS  # transformers is not there everywhere
+
+    case = MODELS[name]
+    share = {key: value.split([6, 4])[dist.get_rank()] for key, value in case.batch().items()}
+    loss_fn = case.means if naive else case.loss_fn
+    return wb.check(DistributedDataParallel(case.make()), loss_fn, share, case.size, **case.options).verdict
+
+
+@pytest.mark.parametrize("name", ["ResNet", "GPT-2", "Llama"])
+def test_a_real_model_with_its_dropout_is_exact_over_two_ranks(two_ranks: Ranks, name: str) -> None:
+    pytest.importorskip("transformers")
+    assert two_ranks.run(real, name, False, seconds=110.0) == ["exact", "exact"]
+    assert two_ranks.run(real, name, True, seconds=110.0) == ["not exact", "not exact"]
+
+
+def drawn(counted: bool) -> tuple[str, list[str]]:
+    def loss_fn(model: nn.Module, batch: Any) -> Any:
+        losses = values(model, batch)
+        kept = torch.rand(len(losses)) < 0.6
+        if counted:
+            return wb.mean(losses, kept)
+        return wb.from_mean((losses * kept).sum() / kept.sum().clamp(min=1), items=len(losses))
+
+    draws = torch.Generator().manual_seed(3)
+    whole = torch.randn(11, 5, generator=draws), torch.randint(0, 3, (11,), generator=draws)
+    share = tuple(part.split([7, 4])[dist.get_rank()] for part in whole)
+    report = wb.check(DistributedDataParallel(net(False)), loss_fn, share, 3)
+    return report.verdict, [finding.rule for finding in report.findings]
+
+
+def test_a_mean_over_drawn_rows_is_found_over_two_ranks(two_ranks: Ranks) -> None:
+    assert two_ranks.run(drawn, False, seconds=90.0) == [("not exact", ["draws-mix-rows"])] * 2
+    assert two_ranks.run(drawn, True, seconds=90.0) == [("exact", [])] * 2
