@@ -170,7 +170,7 @@ def test_the_gradient_is_the_same(size: Any) -> None:
     noise = wb.NoiseScale(every=1)
     wb.backward(model, token_mean, rows, size, noise_scale=noise)
     assert_same_gradient(model, plain)
-    assert len(noise) == 1
+    assert noise.measured == 1
 
 
 def test_a_scaler_and_wider_sums_leave_it_the_same() -> None:
@@ -214,7 +214,7 @@ def test_only_every_nth_window_is_measured_and_hooks_go() -> None:
     noise = wb.NoiseScale(every=3)
     for _ in range(7):
         wb.backward(model, row_mean, rows, 100, noise_scale=noise)
-    assert len(noise) == 2
+    assert noise.measured == 2
     assert not any(parameter._backward_hooks for parameter in model.parameters())
 
 

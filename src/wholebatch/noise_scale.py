@@ -144,9 +144,10 @@ class NoiseScale:
         self.reason: str | None = None
 
     def __repr__(self) -> str:
-        return f"NoiseScale(every={self.every}, windows={self._found.maxlen}, measured={len(self)})"
+        return f"NoiseScale(every={self.every}, windows={self._found.maxlen}, measured={self.measured})"
 
-    def __len__(self) -> int:
+    @property
+    def measured(self) -> int:
         """How many measurements the estimate rests on."""
         self._read()
         return len(self._found)
@@ -180,10 +181,10 @@ class NoiseScale:
         """Say what the last measurements come to; waits for the device if one has not been read yet."""
         self._read()
         found = list(self._found)
-        variance, square = _solved(found, [each.rows for each in found])
-        rows, rows_error = _with_error(found, [each.rows for each in found])
-        items, items_error = _with_error(found, [each.items for each in found])
-        return NoiseEstimate(rows, rows_error, items, items_error, variance, square, len(found), self.reason)
+        in_rows, in_items = (_parts(found, [getattr(each, unit) for each in found]) for unit in ("rows", "items"))
+        return NoiseEstimate(
+            *_with_error(in_rows), *_with_error(in_items), *_whole(in_rows).solved(), len(found), self.reason
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Return what was measured; plain values that any format can hold."""
@@ -212,28 +213,56 @@ class NoiseScale:
         self._unread.clear()
 
 
-def _solved(found: Sequence[Measured], units: Sequence[float]) -> tuple[float, float]:
-    """Return the variance of one unit and the squared length of the true gradient."""
-    freedom = sum(each.freedom for each in found)
-    if not freedom:
-        return math.nan, math.nan
-    variance = sum(unit * each.scatter for unit, each in zip(units, found, strict=True)) / freedom
-    square = sum(each.square - variance / unit for unit, each in zip(units, found, strict=True)) / len(found)
-    return variance, square
+class _Sums(NamedTuple):
+    """What a set of windows adds up to.
+
+    Attributes:
+        scatter: of units (rows or items) times scatter.
+        freedom: of degrees of freedom.
+        square: of squared lengths.
+        inverse: of 1 / units.
+        windows: how many there are.
+    """
+
+    scatter: float
+    freedom: float
+    square: float
+    inverse: float
+    windows: float
+
+    def without(self, other: _Sums) -> _Sums:
+        """Leave one window out."""
+        return _Sums(*(whole - part for whole, part in zip(self, other, strict=True)))
+
+    def solved(self) -> tuple[float, float]:
+        """Return the variance of one unit and the squared length of the true gradient."""
+        if not self.windows:
+            return math.nan, math.nan
+        variance = self.scatter / self.freedom
+        return variance, (self.square - variance * self.inverse) / self.windows
 
 
-def _with_error(found: Sequence[Measured], units: Sequence[float]) -> tuple[float, float]:
-    """Return the noise scale, and the standard error of it by leaving out one window at a time."""
-    scale = _ratio(*_solved(found, units))
-    if len(found) < 2:
-        return scale, math.nan
-    others = [
-        _ratio(*_solved([*found[:left], *found[left + 1 :]], [*units[:left], *units[left + 1 :]]))
-        for left in range(len(found))
+def _parts(found: Sequence[Measured], units: Sequence[float]) -> list[_Sums]:
+    return [
+        _Sums(unit * each.scatter, each.freedom, each.square, 1.0 / unit, 1.0)
+        for unit, each in zip(units, found, strict=True)
     ]
+
+
+def _with_error(parts: Sequence[_Sums]) -> tuple[float, float]:
+    """Return the noise scale, and the standard error of it by leaving out one window at a time."""
+    whole = _whole(parts)
+    if len(parts) < 2:
+        return _ratio(*whole.solved()), math.nan
+    others = [_ratio(*whole.without(part).solved()) for part in parts]
     centre = sum(others) / len(others)
     spread = sum((other - centre) ** 2 for other in others)
-    return scale, math.sqrt(spread * (len(others) - 1) / len(others)) if math.isfinite(spread) else math.nan
+    error = math.sqrt(spread * (len(others) - 1) / len(others)) if math.isfinite(spread) else math.nan
+    return _ratio(*whole.solved()), error
+
+
+def _whole(parts: Sequence[_Sums]) -> _Sums:
+    return _Sums(*map(sum, zip(*parts, strict=True))) if parts else _Sums(0.0, 0.0, 0.0, 0.0, 0.0)
 
 
 def _ratio(variance: float, square: float) -> float:

@@ -14,10 +14,10 @@ from wholebatch.train.order import Order
 def test_every_row_comes_once_an_epoch(rows: int, batch: int, seed: int) -> None:
     order = Order(rows, min(batch, rows), seed)
     for epoch in range(2):
-        steps = range(epoch * order.steps_per_epoch, (epoch + 1) * order.steps_per_epoch)
+        steps = range(order.steps_in(epoch), order.steps_in(epoch + 1))
         batches = [order.batch(step) for step in steps]
         assert sorted(row for one in batches for row in one) == list(range(rows))
-        assert all(len(one) == order.batch_size for one in batches[:-1])
+        assert all(len(one) == order.schedule.largest for one in batches[:-1])
 
 
 def test_epochs_and_seeds_have_their_own_order_and_any_step_can_be_found_again() -> None:

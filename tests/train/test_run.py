@@ -17,6 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import wholebatch as wb
 from wholebatch.train import Config, ConfigError, Outcome, RunError, train, trainer
 from wholebatch.train.folder import RunFolder
 
@@ -190,6 +191,58 @@ def test_a_run_that_is_asked_to_end_goes_on_to_the_very_same_weights(texts: Path
     assert again.summary is not None and whole.summary is not None
     assert again.summary["held_out_before"] == whole.summary["held_out_before"]
     assert again.summary["rows"] == whole.summary["rows"]
+
+
+class Loud(wb.NoiseScale):
+    """Measures every window, and finds more noise than these rows have."""
+
+    def __init__(self) -> None:
+        super().__init__(every=1)
+
+    def estimate(self) -> wb.NoiseEstimate:
+        found = super().estimate()
+        return replace(found, rows=100 * found.rows)
+
+
+@pytest.mark.parametrize("batch", ["4,8@2,12@4", "3..12@epoch", "4..16@noise"])
+def test_a_batch_that_grows_goes_on_with_the_very_same_batches(
+    texts: Path, batch: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trainer.wb, "NoiseScale", Loud)
+    growing = {"batch_size": batch, "max_tokens": 20, "steps": 24, "lr": 0.01, "scale_lr": "sqrt", "nominal_batch": 8}
+    whole, _ = run(config(texts, out=texts.parent / "whole", **growing))
+    begun = train(config(texts, out=texts.parent / "part", **growing), Interrupting(14, signal.SIGINT))
+    again, _ = run(Config(resume=begun.folder))
+    assert_same_weights(again.folder, whole.folder)
+    assert metrics(again.folder) == metrics(whole.folder)
+    told = metrics(whole.folder)
+    assert max(record["rows"] for record in told) > told[0]["rows"]
+    full = [record for record in told if record["rows"] in (4, 8)]
+    rates = {record["rows"]: record["lr"] for record in full if record["step"] > 2}
+    assert len(rates) < 2 or rates[8] / rates[4] > 1.2  # beside the cosine that falls meanwhile
+
+
+def test_the_noise_of_the_gradient_is_told(texts: Path) -> None:
+    outcome, shown = run(config(texts, steps=18, max_tokens=60))
+    measured = [record["step"] for record in metrics(outcome.folder) if "noise_scale" in record]
+    assert measured == [16]
+    assert shown.said("noise")[0].startswith("noise scale")
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"batch_size": "2..16@noise", "steps": None}, "--steps"),
+        ({"batch_size": "4,x@3"}, "cannot be read"),
+        ({"batch_size": "4,8@3", "gradient_accumulation_steps": 2}, "Leave their number out"),
+        ({"batch_size": "4,8@3", "scale_lr": "sqrt"}, "lr is left out"),
+        ({"batch_size": "4,800@3"}, "cannot be met"),
+    ],
+)
+def test_a_batch_that_cannot_grow_so_is_refused(texts: Path, changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        run(config(texts, **changes))
+    assert not (texts.parent / "run").exists()
 
 
 def killed_run(settings: Config, step: int, delay: float) -> None:

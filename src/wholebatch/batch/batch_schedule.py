@@ -30,6 +30,10 @@ class _Rule(Protocol):
     def settled(self) -> bool:
         """Whether that is known beforehand."""
 
+    @property
+    def largest(self) -> int:
+        """The most rows of any step."""
+
 
 class BatchSchedule:
     """Say how many rows the batch of each step has, over all ranks.
@@ -90,6 +94,11 @@ class BatchSchedule:
         """The rows of the smallest batch."""
         return self._rule.at(0, 0)
 
+    @property
+    def largest(self) -> int:
+        """The rows of the largest batch that there may be."""
+        return self._rule.largest
+
     def state_dict(self) -> dict[str, Any]:
         """Return what was decided so far: nothing but for a batch that follows the noise."""
         return {"stages": str(self), "changes": self._rule.changes if isinstance(self._rule, _Following) else []}
@@ -117,6 +126,7 @@ class _Stages:
     def __init__(self, stages: Mapping[int, int]) -> None:
         self._starts = sorted(stages)
         self._rows = [stages[start] for start in self._starts]
+        self.largest = max(self._rows)
 
     def __str__(self) -> str:
         first, *later = zip(self._rows, self._starts, strict=True)
@@ -133,14 +143,14 @@ class _Doubling:
     settled = True
 
     def __init__(self, least: int, most: int) -> None:
-        self._least, self._most = least, most
+        self._least, self.largest = least, most
 
     def __str__(self) -> str:
-        return f"{self._least}..{self._most}@epoch"
+        return f"{self._least}..{self.largest}@epoch"
 
     def at(self, step: int, epoch: int) -> int:
         """Return the rows of an epoch."""
-        return min(self._most, self._least << min(epoch, self._most.bit_length()))
+        return min(self.largest, self._least << min(epoch, self.largest.bit_length()))
 
 
 class _Following:
@@ -152,13 +162,13 @@ class _Following:
     settled = False
 
     def __init__(self, least: int, most: int, noise: NoiseScale) -> None:
-        self._least, self._most, self._noise = least, most, noise
+        self._least, self.largest, self._noise = least, most, noise
         self._sizes: list[tuple[int, int]] = [(0, least)]
         self._decided = 0
         self._measured = 0
 
     def __str__(self) -> str:
-        return f"{self._least}..{self._most}@noise"
+        return f"{self._least}..{self.largest}@noise"
 
     @property
     def changes(self) -> list[list[int]]:
@@ -176,16 +186,16 @@ class _Following:
         if step > self._decided:
             self._decided = step
             self._decide(step)
-        return self._sizes[bisect.bisect_right(self._sizes, (step, self._most)) - 1][1]
+        return self._sizes[bisect.bisect_right(self._sizes, (step, self.largest)) - 1][1]
 
     def _decide(self, step: int) -> None:
         now = self._sizes[-1][1]
         # What was measured before a change tells of the smaller batch as well, but each doubling waits for news.
-        if now >= self._most or self._noise.seen < self._measured + ENOUGH * self._noise.every:
+        if now >= self.largest or self._noise.seen < self._measured + ENOUGH * self._noise.every:
             return
         found = self._noise.estimate()
         if found.windows >= ENOUGH and found.rows >= 2 * now:
-            self._sizes.append((step, min(self._most, 2 * now)))
+            self._sizes.append((step, min(self.largest, 2 * now)))
             self._measured = self._noise.seen
 
 

@@ -12,13 +12,12 @@ import wholebatch as wb
 from wholebatch.batch.tree import move
 from wholebatch.batch.window import micro_batches_of
 from wholebatch.model.gradients import device_of
-from wholebatch.train.config import Config
+from wholebatch.train.config import Config, schedule_of
 from wholebatch.train.data import held_out
 from wholebatch.train.errors import ConfigError
 from wholebatch.train.model import classifier, parameters_of
 from wholebatch.train.tables import LabelledRow, content, read_table, standardise
 from wholebatch.train.task import Batch, Task, digest
-from wholebatch.train.translate import DEFAULT_BATCH
 
 MICRO_BATCH_ROWS = 256
 
@@ -41,7 +40,7 @@ class Classify(Task):
         self.model = classifier(shape, len(table.classes), config.width, config.layers)
         self.peak_lr = 3e-3
         rows = config.micro_batch_size
-        self.size = -(-(config.batch_size or DEFAULT_BATCH) // 4) if rows == "auto" else rows
+        self.size = -(-schedule_of(config).smallest // 4) if rows == "auto" else rows
         inputs = " x ".join(map(str, shape))
         self.network = f"a small classifier of {inputs} inputs, {parameters_of(self.model):,} parameters"
         where = config.data or "scikit-learn's digits"

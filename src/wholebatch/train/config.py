@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias, Union, get_args, get_origin, get_type_hints
 
 from wholebatch.amounts import bytes_in
+from wholebatch.batch.batch_schedule import BatchSchedule
+from wholebatch.noise_scale import NoiseScale
 from wholebatch.train.errors import ConfigError
 
 Scalar: TypeAlias = "int | float | str | bool | None"
@@ -52,8 +54,10 @@ class Config:
     context: int = 1024
     """The longest row, in tokens; longer ones are cut there, and how many is said."""
 
-    batch_size: int | None = None
-    """The batch you mean: the rows of one optimizer step, over all ranks. 64 if nothing else says it."""
+    batch_size: int | str | None = None
+    """The batch you mean: the rows of one optimizer step, over all ranks. 64 if nothing else says it. A batch that
+    grows: 16,64@200,256@600 (64 rows from step 200 on), 16..256@epoch (twice as many each epoch), 16..256@noise (twice
+    as many whenever the noise of the gradient is that large)."""
     micro_batch_size: int | Literal["auto"] = "auto"
     """Rows of one forward and backward; auto: as many as memory holds, found while training, on a GPU or with --memory;
     else 4096 tokens of text, or a quarter of the batch for classify."""
@@ -84,9 +88,10 @@ class Config:
     """Peak learning rate. Left out: 0.01 for our own language model, 0.003 for our classifiers, 0.00005 for a model
     folder."""
     scale_lr: Literal["linear", "sqrt"] | None = None
-    """The lr was found at base_batch: scale it to the batch, by the rule for SGD or the one for Adam."""
+    """The lr was found at base_batch: scale it to the batch, by the rule for SGD or the one for Adam; with a batch that
+    grows, to the batch of each step."""
     base_batch: int | None = None
-    """The batch at which the lr was found."""
+    """The batch at which the lr was found; left out with a batch that grows: its first."""
     nominal_batch: int | None = None
     """The batch for which weight_decay was chosen: it is scaled by batch / nominal_batch, as Ultralytics does."""
     warmup: int = 10
@@ -122,6 +127,11 @@ class Config:
             # "auto" and None are words for "left out"; whatever they stand for obeys the rule.
             if isinstance(value, (int, float)) and not holds(value):
                 raise ConfigError(f"{name} is {_shown(value)}; it must be {says}.")
+        if isinstance(self.batch_size, str):
+            try:
+                schedule_of(self)
+            except ValueError as error:
+                raise ConfigError(f"batch_size: {error}") from None
         for name in ("column", "label", "prompt"):
             if not _has_bytes(values[name]):
                 raise ConfigError(f"{name} is {_shown(values[name])}, which is no text in UTF-8. Write it in UTF-8.")
@@ -130,6 +140,20 @@ class Config:
                 bytes_in(self.memory)
             except (TypeError, ValueError) as error:
                 raise ConfigError(str(error)) from None
+
+
+DEFAULT_BATCH = 64
+
+
+def schedule_of(config: Config, noise: NoiseScale | None = None) -> BatchSchedule:
+    """Return the batch of each step; one that does not change is a schedule too.
+
+    Args:
+        noise: what measures the noise, for a batch that follows it.
+    """
+    said = config.batch_size or DEFAULT_BATCH
+    follows = isinstance(said, str) and said.rstrip().endswith("noise")
+    return BatchSchedule(said, (noise or NoiseScale()) if follows else None)
 
 
 _Rule: TypeAlias = "tuple[str, Callable[[float], bool]]"

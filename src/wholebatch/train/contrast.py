@@ -15,14 +15,13 @@ import wholebatch as wb
 from wholebatch.batch.tree import move
 from wholebatch.batch.window import micro_batches_of
 from wholebatch.model.gradients import device_of
-from wholebatch.train.config import Config
+from wholebatch.train.config import Config, schedule_of
 from wholebatch.train.corpus import signatures
 from wholebatch.train.data import held_out
 from wholebatch.train.errors import ConfigError
 from wholebatch.train.extras import require
 from wholebatch.train.model import parameters_of
 from wholebatch.train.task import Batch, Task, digest
-from wholebatch.train.translate import DEFAULT_BATCH
 
 BUCKETS = 1 << 14
 LONGEST = 400
@@ -57,7 +56,7 @@ class Contrast(Task):
         self.model: nn.Module = Trigrams(config.width) if config.model is None else Sentences(config.model)
         self.peak_lr = 1e-2 if config.model is None else 2e-5
         rows = config.micro_batch_size
-        self.size = -(-(config.batch_size or DEFAULT_BATCH) // 4) if rows == "auto" else rows
+        self.size = -(-schedule_of(config).smallest // 4) if rows == "auto" else rows
         kind = "hashed trigrams and two dense layers" if config.model is None else f"the encoder of {config.model}"
         self.network = f"{kind}, {parameters_of(self.model):,} parameters"
         self.origin = (

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
+from wholebatch.batch.batch_schedule import BatchSchedule, as_schedule, steps_of
 from wholebatch.batch.dealing import shuffled
 from wholebatch.train.errors import ConfigError
 
 
-@dataclass(frozen=True)
+class _Place(NamedTuple):
+    """Where a step's batch lies: its epoch, its first row in the epoch's order, and how many rows were asked for."""
+
+    epoch: int
+    start: int
+    rows: int
+
+
 class Order:
     """Which rows make up which step's batch.
 
@@ -18,7 +26,7 @@ class Order:
 
     Args:
         rows: how many there are.
-        batch_size: rows of one step.
+        batch_size: rows of one step, or a schedule of them.
         seed: of the shuffling.
 
     Raises:
@@ -30,37 +38,67 @@ class Order:
         [4, 4, 2, 4]
     """
 
-    rows: int
-    batch_size: int
-    seed: int
-
-    def __post_init__(self) -> None:
-        if self.rows < self.batch_size:
+    def __init__(self, rows: int, batch_size: int | BatchSchedule, seed: int) -> None:
+        self.rows, self.seed = rows, seed
+        self.schedule = as_schedule(batch_size, "batch_size", "--batch-size 64")
+        self._places: list[_Place] = []
+        if rows < self.schedule.largest:
             raise ConfigError(
-                f"A batch of {self.batch_size} rows cannot be met: there are {self.rows} rows to train on. "
-                f"Choose batch_size {self.rows} or less, or give more data."
+                f"A batch of {self.schedule.largest} rows cannot be met: there are {rows} rows to train on. "
+                f"Choose batch_size {rows} or less, or give more data."
             )
-
-    @property
-    def steps_per_epoch(self) -> int:
-        """How many batches an epoch has, the short one included."""
-        return -(-self.rows // self.batch_size)
 
     def batch(self, step: int) -> list[int]:
         """Return the row numbers of a step, counted from 0."""
-        epoch, place = divmod(step, self.steps_per_epoch)
-        start = place * self.batch_size
-        return _shuffled(self.rows, self.seed, epoch)[start : start + self.batch_size]
+        place = self._place(step)
+        return _shuffled(self.rows, self.seed, place.epoch)[place.start : place.start + place.rows]
 
     def rows_before(self, step: int) -> int:
         """Return how many rows the steps before this one hold together."""
-        epoch, place = divmod(step, self.steps_per_epoch)
-        return epoch * self.rows + place * self.batch_size
+        return self._after(step).epoch * self.rows + self._after(step).start
+
+    def epochs_before(self, step: int) -> float:
+        """Return how many epochs the steps before this one make."""
+        return self.rows_before(step) / self.rows
+
+    def steps_in(self, epochs: int) -> int:
+        """Return how many steps so many epochs have.
+
+        Raises:
+            ConfigError: if the batch follows the noise, so that nobody knows.
+        """
+        if not self.schedule.settled:
+            raise ConfigError(
+                f"How many steps {epochs} epochs have is not known, since the batch {self.schedule} follows the noise. "
+                "Say when to end: --steps 1000."
+            )
+        steps = 0
+        for epoch in range(epochs):
+            steps += len(steps_of(self.schedule, self.rows, steps, epoch))
+        return steps
+
+    def _place(self, step: int) -> _Place:
+        while len(self._places) <= step:
+            following = self._after(len(self._places))
+            size = self.schedule.at(len(self._places), following.epoch)
+            self._places.append(following._replace(rows=size))
+        return self._places[step]
+
+    def _after(self, steps: int) -> _Place:
+        """Where the batch begins that comes after so many."""
+        if not steps:
+            return _Place(0, 0, 0)
+        last = self._place(steps - 1)
+        end = last.start + last.rows
+        return _Place(last.epoch + 1, 0, 0) if end >= self.rows else _Place(last.epoch, end, 0)
 
     def __str__(self) -> str:
-        full, rest = divmod(self.rows, self.batch_size)
+        if not self.schedule.settled or self.schedule.smallest != self.schedule.largest:
+            return f"{self.rows:,} rows in batches of {self.schedule}"
+        size = self.schedule.largest
+        full, rest = divmod(self.rows, size)
         last = f" + 1 of {rest}" if rest else ""
-        return f"{self.rows:,} rows = {full:,} batch{'es' if full > 1 else ''} of {self.batch_size}{last}"
+        return f"{self.rows:,} rows = {full:,} batch{'es' if full > 1 else ''} of {size}{last}"
 
 
 _shuffled = lru_cache(maxsize=1)(shuffled)

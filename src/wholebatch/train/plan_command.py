@@ -19,12 +19,12 @@ import wholebatch as wb
 from wholebatch.amounts import bytes_in, in_bytes
 from wholebatch.planning.arrangement import Arrangement
 from wholebatch.planning.planner import Measured, Plan
-from wholebatch.train.config import Config
+from wholebatch.train.config import Config, schedule_of
 from wholebatch.train.errors import ConfigError
 from wholebatch.train.machine import device_named, in_words
 from wholebatch.train.order import Order
 from wholebatch.train.run import TASKS
-from wholebatch.train.translate import DEFAULT_BATCH, spoken, translate
+from wholebatch.train.translate import spoken, translate
 
 FLAGS = {"smaller micro-batches": "", "checkpointing": " --checkpoint", "offload": " --offload"}
 """What to add to `wholebatch train` for each way of running."""
@@ -99,7 +99,7 @@ def answer_to(question: Question) -> Advice:
     """Answer by arithmetic if it can, else by measuring."""
     settled = translate(question, question.ranks)
     rows = settled.micro_batch_size
-    batch = settled.batch_size or DEFAULT_BATCH
+    batch = schedule_of(settled).largest
     if question.memory is None and rows != "auto":
         answer = _by_arithmetic(Arrangement(batch, rows, question.ranks))
     else:

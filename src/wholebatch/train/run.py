@@ -16,6 +16,7 @@ from torch import nn
 
 import wholebatch as wb
 from wholebatch.batch.dealing import seed_of
+from wholebatch.planning.arrangement import counted
 from wholebatch.train import checkpoint, display, translate
 from wholebatch.train.checkpoint import Checkpoint
 from wholebatch.train.classify import Classify
@@ -25,6 +26,7 @@ from wholebatch.train.display import Display
 from wholebatch.train.errors import ConfigError, RunError
 from wholebatch.train.folder import RunFolder
 from wholebatch.train.machine import in_words, peak_memory_bytes
+from wholebatch.train.order import Order
 from wholebatch.train.processes import Processes, display_of, gathered, interrupted_run
 from wholebatch.train.proof import Proof, prove
 from wholebatch.train.signals import Request
@@ -195,6 +197,8 @@ class Run:
         sample = self.learner.task.sample(model)
         if sample is not None:
             self.shown.note("sample", sample)
+        if self.learner.noise.measured:
+            self.shown.note("noise", str(self.learner.noise.estimate()))
         proof = self._prove(model) if self.config.proof else None
         summary = self._summary(after, sample, proof)
         self.folder.summarise(summary)
@@ -202,7 +206,7 @@ class Run:
         return summary
 
     def _prove(self, model: nn.Module) -> Proof:
-        batch = self.learner.task.held[: self.learner.order.batch_size]
+        batch = self.learner.task.held[: self.learner.order.schedule.largest]
         proof = prove(self.learner.task, model, batch, self.learner.size)
         how = (
             f"{proof.rows} held-out rows in {proof.micro_batches} micro-batches, against one backward of them "
@@ -308,7 +312,7 @@ def _introduce(run: Run, spoken: str) -> None:
     run.shown.note("model", task.network)
     size = run.learner.size
     rows, tokens = (size, None) if isinstance(size, int) else (None, size.budget)
-    batch = translate.arithmetic(order.batch_size, rows, tokens=tokens)
+    batch = _arithmetic(order.schedule, rows, tokens)
     if run.config.memory is not None:
         batch += f", smaller where {run.config.memory} would not do"
     run.shown.note("batch", f"{batch} (from {spoken})" if spoken else batch)
@@ -316,5 +320,18 @@ def _introduce(run: Run, spoken: str) -> None:
         run.shown.note(
             "ranks", f"{run.team.world} processes, {run.config.parallel}; each batch dealt out by its tokens"
         )
-    run.shown.note("epoch", f"{order}; {steps:,} steps = {steps / order.steps_per_epoch:.4g} epochs")
+    run.shown.note("epoch", f"{order}; {steps:,} steps{_epochs(order, steps)}")
     run.shown.note("run", str(run.folder.path))
+
+
+def _arithmetic(schedule: wb.BatchSchedule, rows: int | None, tokens: int | None) -> str:
+    """Say how the batch is cut."""
+    if schedule.settled and schedule.smallest == schedule.largest:
+        return translate.arithmetic(schedule.largest, rows, tokens=tokens)
+    of = counted(rows, "row") if rows is not None else f"{tokens} tokens"
+    return f"{schedule}, in micro-batches of at most {of}"
+
+
+def _epochs(order: Order, steps: int) -> str:
+    """Say how many epochs so many steps are, where that is known."""
+    return f" = {order.epochs_before(steps):.4g} epochs" if order.schedule.settled else ""

@@ -18,13 +18,12 @@ import wholebatch as wb
 from wholebatch.amounts import bytes_in
 from wholebatch.model.memory import is_out_of_memory, words_of
 from wholebatch.planning.arrangement import counted
-from wholebatch.train.config import Config
+from wholebatch.train.config import Config, schedule_of
 from wholebatch.train.errors import ConfigError, RunError
 from wholebatch.train.machine import peak_memory_bytes, room
 from wholebatch.train.order import Order
 from wholebatch.train.processes import Processes
 from wholebatch.train.task import Task
-from wholebatch.train.translate import DEFAULT_BATCH
 
 
 @dataclass(frozen=True)
@@ -60,7 +59,7 @@ def size_of(config: Config, task: Task, device: torch.device) -> int | wb.Tokens
     if config.micro_batch_size != "auto" or config.max_tokens is not None:
         return task.size
     limited = device.type != "cpu" or config.memory is not None
-    return wb.Auto(task.whole(config.batch_size or DEFAULT_BATCH) if limited else task.size)
+    return wb.Auto(task.whole(schedule_of(config).largest) if limited else task.size)
 
 
 class Trainer:
@@ -74,8 +73,10 @@ class Trainer:
 
     def __init__(self, config: Config, task: Task, team: Processes | None = None) -> None:
         self.task, self.team = task, team or Processes()
-        self.order = Order(len(task.train), config.batch_size or DEFAULT_BATCH, config.seed)
-        self.steps = config.steps or config.epochs * self.order.steps_per_epoch
+        self.config = config
+        self.noise = wb.NoiseScale()
+        self.order = Order(len(task.train), schedule_of(config, self.noise), config.seed)
+        self.steps = config.steps or self.order.steps_in(config.epochs)
         self.device = self.team.device(config.device)
         self.model = task.model.to(self.device)
         if config.checkpoint:
@@ -90,18 +91,27 @@ class Trainer:
         self.optimizer = AdamW(
             self.model.parameters(), lr=config.lr or task.peak_lr, betas=(0.9, 0.95), weight_decay=config.weight_decay
         )
-        self.schedule = LambdaLR(self.optimizer, Rate(config.warmup, self.steps, config.schedule == "cosine"))
+        rate = Rate(config.warmup, self.steps, config.schedule == "cosine")
+        self.schedule = LambdaLR(self.optimizer, lambda step: rate(step) * self._by_batch(step))
+        objective = task.objective()
+        apart = not isinstance(objective, wb.CoupledLoss)  # else no micro-batch has a gradient of its own
         self.step = wb.Step(
             shared,
             self.optimizer,
-            task.objective(),
+            objective,
             micro_batch_size=size_of(config, task, self.device),
             max_grad_norm=config.max_grad_norm,
             scheduler=self.schedule,
             collate=task.collate,
             offload=config.offload,
+            noise_scale=self.noise if apart else None,
         )
         self.taken = 0
+        if not self.order.schedule.settled and not apart:
+            raise ConfigError(
+                f"batch_size is {config.batch_size}, but the task {config.task} takes its loss over all rows at once, "
+                "so that no noise shows between micro-batches. Let the batch grow at steps or with epochs: 16,64@200."
+            )
 
     @property
     def rows(self) -> int:
@@ -127,6 +137,10 @@ class Trainer:
             RunError: if the loss or the gradient is not finite, or memory runs out; the weights are those before it.
         """
         batch = self._batch(self.taken)
+        if self.config.nominal_batch is not None:
+            for group in self.optimizer.param_groups:
+                group["weight_decay"] = self.config.weight_decay * self._asked(self.taken) / self.config.nominal_batch
+        due = self.noise.due
         before = self._failures
         begun = time.perf_counter()
         try:
@@ -147,7 +161,7 @@ class Trainer:
         rows, real, padded, retries = map(int, counted)
         return {
             "step": self.taken,
-            "epoch": round(self.taken / self.order.steps_per_epoch, 4),
+            "epoch": round(self.order.epochs_before(self.taken), 4),
             "loss": float(result.loss),
             **{name: float(value) for name, value in result.metrics.items()},
             "lr": result.lrs[0],
@@ -163,7 +177,24 @@ class Trainer:
             # A clock may stand still over a short step, as some virtual machines' do; JSON has no word for infinite.
             "tokens_per_second": round(real / seconds, 1) if seconds > 0 else 0.0,
             "peak_memory_bytes": peak_memory_bytes(self.device),
+            **(self._noise() if due and self.noise.measured else {}),
         }
+
+    def _noise(self) -> dict[str, float | None]:
+        """Return what has been measured of the gradient's noise; None for what JSON has no word for."""
+        found = self.noise.estimate()
+        said = {"noise_scale": found.rows, "noise_scale_error": found.rows_error, "noise_scale_items": found.items}
+        return {name: round(value, 3) if math.isfinite(value) else None for name, value in said.items()}
+
+    def _asked(self, step: int) -> int:
+        """Return how many rows a step's batch is meant to have; the last of an epoch may have fewer."""
+        return self.order.schedule.at(step, int(self.order.epochs_before(step)))
+
+    def _by_batch(self, step: int) -> float:
+        """Return what the batch of a step makes of the learning rate."""
+        if self.config.scale_lr is None or self.config.base_batch is None:
+            return 1.0
+        return wb.scale_lr(1.0, self._asked(step), self.config.base_batch, self.config.scale_lr)
 
     def measure(self) -> dict[str, float]:
         """Measure the held-out rows, without dropout; one process does, and tells the others."""
@@ -188,6 +219,7 @@ class Trainer:
             "optimizer": None if self.team.in_shards else self.optimizer.state_dict(),
             "schedule": self.schedule.state_dict(),
             "step": self.step.state_dict(),
+            "batches": self.order.schedule.state_dict(),
             "draws": self.team.each(torch.get_rng_state()),
             "device_draws": torch.cuda.get_rng_state_all() if self.device.type == "cuda" else [],
         }
@@ -199,6 +231,8 @@ class Trainer:
             self.optimizer.load_state_dict(state["optimizer"])
         self.schedule.load_state_dict(state["schedule"])
         self.step.load_state_dict(state["step"])
+        if "batches" in state:
+            self.order.schedule.load_state_dict(state["batches"])
         # Last, since what stands above may draw.
         if self.team.rank < len(state["draws"]):
             torch.set_rng_state(state["draws"][self.team.rank])

@@ -6,13 +6,12 @@ Nothing is rounded: a batch that cannot be cut evenly has a remainder, which is 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from wholebatch.planning.arrangement import Arrangement, counted
 from wholebatch.policies import scale_lr
-from wholebatch.train.config import Config
+from wholebatch.train.config import DEFAULT_BATCH, Config, schedule_of
 from wholebatch.train.errors import ConfigError
-
-DEFAULT_BATCH = 64
 
 
 def translate(config: Config, ranks: int = 1) -> Config:
@@ -35,6 +34,10 @@ def translate(config: Config, ranks: int = 1) -> Config:
     micro_batches = _agreed(config, "gradient_accumulation_steps", "accumulate_grad_batches")
     batch = _agreed(config, "batch_size", "nbs")
     rows = _rows(config)
+    if isinstance(batch, str):
+        return replace(
+            _growing(config, batch, micro_batches), nbs=None, micro_batch_size="auto" if rows is None else rows
+        )
     if micro_batches is not None:
         batch, rows = _cut_evenly(batch, rows, micro_batches, ranks)
     elif batch is None:
@@ -49,6 +52,20 @@ def translate(config: Config, ranks: int = 1) -> Config:
         gradient_accumulation_steps=None,
         accumulate_grad_batches=None,
     )
+
+
+def _growing(config: Config, batch: str, micro_batches: int | None) -> Config:
+    """Settle a batch that grows: what depends on it is worked out at each step."""
+    if micro_batches is not None:
+        raise ConfigError(
+            f"batch_size is {batch}, and {counted(micro_batches, 'micro-batch')} of a step were asked for: a batch "
+            "that grows has more and more of them. Leave their number out, and say micro_batch_size or max_tokens."
+        )
+    if config.scale_lr is not None and config.lr is None:
+        raise ConfigError(f"scale_lr is {config.scale_lr}, but lr is left out: say what was found at base_batch.")
+    schedule = schedule_of(config)
+    base = config.base_batch or schedule.smallest if config.scale_lr is not None else None
+    return replace(config, batch_size=str(schedule), base_batch=base, per_device_train_batch_size=None)
 
 
 def _at_batch(config: Config, batch: int) -> Config:
@@ -93,7 +110,7 @@ def spoken(config: Config) -> str:
     return ", ".join(f"{word} {getattr(config, word)}" for word in words if getattr(config, word) is not None)
 
 
-def _agreed(config: Config, first: str, second: str) -> int | None:
+def _agreed(config: Config, first: str, second: str) -> Any:
     """The value of two words for one thing."""
     values = {name: getattr(config, name) for name in (first, second) if getattr(config, name) is not None}
     if len(set(values.values())) > 1:
