@@ -53,7 +53,13 @@ def nodes_of(outputs: Iterable[Tensor], ends: list[Node] | None = None, steps: s
 
 def _by_zero(node: Any) -> bool:
     """Tell whether something is multiplied with a number that is zero, such as a weight at the start of a warm-up."""
-    factors = (each for each in (node._saved_self, node._saved_other) if type(each) is Tensor and not each.dim())
+    # What a hook has packed is let be: to unpack it may mean to run a checkpoint again, or to fetch it from the host.
+    # Before torch 2.9 a saved tensor does not tell, and none is looked at.
+    names = [
+        name for name in ("self", "other") if getattr(getattr(node, f"_raw_saved_{name}"), "unpack_hook", 0) is None
+    ]
+    saved = (getattr(node, f"_saved_{name}") for name in names)
+    factors = (each for each in saved if type(each) is Tensor and not each.dim())
     # A mode below autograd is given a bare number for such a tensor, and may not know what to do with it; not here.
     return any(each.device.type == "cpu" and not each.tolist() for each in factors)
 
