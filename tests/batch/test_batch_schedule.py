@@ -109,7 +109,7 @@ def test_another_schedule_is_not_resumed() -> None:
     with pytest.raises(ValueError, match="batch_size=4,8@6"):
         wb.DealtBatches(range(40), wb.BatchSchedule("4,8@7"), ranks=1, rank=0).load_state_dict(state)
     with pytest.raises(ValueError, match="'4,8@6'"):
-        wb.BatchSchedule("4..8@epoch").load_state_dict({"stages": "4,8@6", "changes": []})
+        wb.BatchSchedule("4..8@epoch").load_state_dict({"stages": "4,8@6"})
 
 
 def noisy(step: int) -> tuple[nn.Linear, Tensor]:

@@ -101,7 +101,7 @@ class BatchSchedule:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what was decided so far: nothing but for a batch that follows the noise."""
-        return {"stages": str(self), "changes": self._rule.changes if isinstance(self._rule, _Following) else []}
+        return {"stages": str(self), **(self._rule.state_dict() if isinstance(self._rule, _Following) else {})}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what was decided, so that a resumed run has the same batches.
@@ -115,7 +115,7 @@ class BatchSchedule:
                 "batches would not be the same. Build the schedule as it was."
             )
         if isinstance(self._rule, _Following):
-            self._rule.load(state["changes"])
+            self._rule.load_state_dict(state)
 
 
 class _Stages:
@@ -170,16 +170,14 @@ class _Following:
     def __str__(self) -> str:
         return f"{self._least}..{self.largest}@noise"
 
-    @property
-    def changes(self) -> list[list[int]]:
-        """From which step on how many rows; the last entry says of which step that has been decided, with 0 rows."""
-        return [*map(list, self._sizes), [self._decided, 0]]
+    def state_dict(self) -> dict[str, Any]:
+        """Return from which step on how many rows, until which step that is decided, and what was seen by then."""
+        return {"sizes": [list(size) for size in self._sizes], "decided": self._decided, "measured": self._measured}
 
-    def load(self, changes: list[list[int]]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what was decided."""
-        *sizes, (decided, _) = changes
-        self._sizes = [(int(step), int(rows)) for step, rows in sizes]
-        self._decided, self._measured = int(decided), self._noise.seen
+        self._sizes = [(int(step), int(rows)) for step, rows in state["sizes"]]
+        self._decided, self._measured = int(state["decided"]), int(state["measured"])
 
     def at(self, step: int, epoch: int) -> int:
         """Return the rows that were decided on, or decide."""
