@@ -16,6 +16,7 @@ from wholebatch.first_window.levels import HeldStill
 from wholebatch.first_window.sample import Portion, TriedRows, others_of, sideways
 from wholebatch.first_window.trial import Trial, TrialOutcome
 from wholebatch.first_window.watch import alone, handed_on
+from wholebatch.first_window.words import named, of_draws, or_stated, verified
 from wholebatch.model.memory import is_out_of_memory, release
 
 USER_ERRORS = (
@@ -127,7 +128,7 @@ class Judge:
             InexactError: if something is bent that has met all rows: it adds up as long as no part is beyond.
         """
         beyond = refuse_bent(self.trial, sample, outcome, alone=self._ready_made_alone(sample))
-        return _words(sample, outcome) + beyond + _of_draws(outcome.held, self.trial.shared(sample, outcome))
+        return verified(sample, outcome) + beyond + of_draws(outcome.held, self.trial.shared(sample, outcome))
 
     def _try_beside(self, samples: Sequence[TriedRows]) -> bool:
         """Try rows that lie side by side, with other draws; tell whether any could be tried.
@@ -247,7 +248,7 @@ class Judge:
             return ""
         name, whole, parts = found
         return (
-            f"{_rows(sample)} state {whole:g} items for the term {name!r}, and in two parts ({sample.sizes}) they "
+            f"{named(sample)} state {whole:g} items for the term {name!r}, and in two parts ({sample.sizes}) they "
             f"state {parts:g}. {reasons.ITEMS}"
         )
 
@@ -257,7 +258,7 @@ class Judge:
             whole, parts = (float(sums.totals.get(key, 0.0)) for sums in (outcome.whole, outcome.parts))
             if kind == "one" and whole and abs(parts - 2 * whole) <= outcome.tolerance * abs(whole):
                 return (
-                    f"The sum {key[0]!r} is {whole:g} for {_rows(sample)} and for each of two parts ({sample.sizes}): "
+                    f"The sum {key[0]!r} is {whole:g} for {named(sample)} and for each of two parts ({sample.sizes}): "
                     "it does not depend on the rows, and would count once a micro-batch. Return wb.once(value) for "
                     "what exists once a batch."
                 )
@@ -267,7 +268,7 @@ class Judge:
         """Find a part that states no items although its loss was divided by some, such as by ``max(n, 1)``."""
         for key in outcome.unseen:
             return (
-                f"A part of {_rows(sample)} ({sample.sizes}) states 0 items for the term {key[0]!r}, so it counts for "
+                f"A part of {named(sample)} ({sample.sizes}) states 0 items for the term {key[0]!r}, so it counts for "
                 "nothing, and without it the whole is another. Where the sum is divided by a number that has a floor, "
                 "as max(n, 1), return the two sums: wb.LossSum(total, n). Or else: " + reasons.MEETING.why
             )
@@ -284,7 +285,7 @@ class Judge:
         if still.empty or not still.adds_up:
             return ""
         return (
-            f"{_rows(sample)} that draw random numbers of their own are not the sum of their parts ({sample.sizes}): "
+            f"{named(sample)} that draw random numbers of their own are not the sum of their parts ({sample.sizes}): "
             f"losses {outcome.loss:.2g} apart, gradients {outcome.gradient:.2g}; with the same numbers for each row "
             f"they are. Drawn is in {', '.join(sorted(outcome.own or outcome.seen))}. {reasons.DRAWN} "
             'verify="never" goes on as a plain loop would.'
@@ -299,7 +300,7 @@ class Judge:
         if across is None or again is None or again.empty or not again.adds_up:
             return ""
         return (
-            f"{_rows(sample)} on the first dimension are not the sum of their parts ({sample.sizes}), and "
+            f"{named(sample)} on the first dimension are not the sum of their parts ({sample.sizes}), and "
             f"{len(across.whole)} on the second one are: rows lie behind time there. Give the batch with rows first, "
             "x.transpose(0, 1), and turn it back in loss_fn, or use batch_first=True."
         )
@@ -316,7 +317,7 @@ class Judge:
         if not again.adds_up:
             return ""
         return (
-            f"{_rows(sample)} give another gradient in two parts ({sample.sizes}), relatively {outcome.gradient:.2g} "
+            f"{named(sample)} give another gradient in two parts ({sample.sizes}), relatively {outcome.gradient:.2g} "
             f"apart, and the same one if the parts are padded as wide as the whole. {reasons.PADDING}"
         )
 
@@ -327,7 +328,7 @@ class Judge:
         names = ", ".join(f"{each.name!r} ({each.kind})" for each in moved[:3])
         more = f" and {len(moved) - 3} more" * (len(moved) > 3)
         return (
-            f"A micro-batch moves {names}{more}, and the next one depends on it: {_rows(sample)} give another gradient "
+            f"A micro-batch moves {names}{more}, and the next one depends on it: {named(sample)} give another gradient "
             f"in two parts ({sample.sizes}), relatively {outcome.gradient:.2g} apart. {reasons.STATE} "
             'verify="never" goes on as a plain loop would.'
         )
@@ -338,7 +339,7 @@ class Judge:
         if again is None or not again.adds_up:
             return ""
         return (
-            f"The gradient of {_rows(sample)} is not half as large if it begins half as large (relatively "
+            f"The gradient of {named(sample)} is not half as large if it begins half as large (relatively "
             f"{outcome.gradient:.2g} apart): a hook or a backward of its own clips it, rounds it, or adds to it. "
             f"{reasons.PROVISIONAL}"
         )
@@ -349,16 +350,16 @@ class Judge:
         # Rows that meet may show in the gradient alone: normalised advantages add up to zero in whole and parts.
         likely, other = (reasons.HOOKS, reasons.MEETING) if self.trial.hooked else (reasons.MEETING, reasons.HOOKS)
         return (
-            f"The loss of {_rows(sample)} adds up over two parts ({sample.sizes}), its gradient does not (relatively "
+            f"The loss of {named(sample)} adds up over two parts ({sample.sizes}), its gradient does not (relatively "
             f"{outcome.gradient:.2g} apart). {likely} Or else: {other} Return all that is to be minimised as part of "
             "the loss."
         )
 
     def _met(self, sample: TriedRows, outcome: TrialOutcome) -> str:
         return (
-            f"{_rows(sample)} are not the sum of their parts ({sample.sizes}): losses {outcome.loss:.2g} apart, "
+            f"{named(sample)} are not the sum of their parts ({sample.sizes}): losses {outcome.loss:.2g} apart, "
             f'gradients {outcome.gradient:.2g}. {reasons.MEETING} verify="never" goes on as a plain loop would.'
-            + _or_stated(outcome)
+            + or_stated(outcome)
             + f" Or else: {reasons.DRAWN}" * bool(outcome.own)
         )
 
@@ -402,47 +403,3 @@ def _is_final(error: BaseException, sample: TriedRows) -> bool:
     return isinstance(error, WholeBatchError) and not (
         isinstance(error, LossError) and min(map(len, sample.parts)) == 1
     )
-
-
-def _or_stated(outcome: TrialOutcome) -> str:
-    """What else it may be where the loss function divides by itself, which nobody can do again."""
-    for key, kind in outcome.whole.schema.terms:
-        if kind == "one":
-            return (
-                f" Or the sum {key[0]!r} was divided by something of the micro-batch: what is a mean over n items is "
-                "wb.from_mean(loss, items=n)."
-            )
-        if key in outcome.stated:
-            return (
-                f" Or the mean was divided by something else than the {float(outcome.whole.counts[key]):g} items that "
-                "are stated for these rows, such as labels that are not ignored: wb.from_mean(loss, items=n) with that "
-                "number."
-            )
-    return ""
-
-
-def _rows(sample: TriedRows) -> str:
-    named = "" if sample.layout == "rows" else f" ({sample.layout})"
-    return f"{len(sample.whole)} rows{named}"
-
-
-def _words(sample: TriedRows, outcome: TrialOutcome) -> str:
-    extra = " on BatchNorm's running statistics," if outcome.batch_norms else ""
-    fixed = ", random draws held still" if outcome.seen else ""
-    if outcome.drawn_by_rows:
-        fixed = ", each row with draws of its own"
-    return (
-        f"verified on {_rows(sample)}:{extra} whole and in two parts ({sample.sizes}) gradients agree to "
-        f"{outcome.gradient:.0e}, losses to {outcome.loss:.0e}, items exactly{fixed}"
-    )
-
-
-def _of_draws(held: Sequence[str], shared: Sequence[str]) -> str:
-    """Say what has not been shown of random draws."""
-    said = f"; {_listed(held)}: {reasons.HELD}" * bool(held)
-    return said + f"; {_listed(shared)}: {reasons.SHARED}" * bool(shared)
-
-
-def _listed(places: Sequence[str]) -> str:
-    more = f" and {len(places) - 3} more" * (len(places) > 3)
-    return ", ".join(places[:3]) + more

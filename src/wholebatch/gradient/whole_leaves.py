@@ -1,19 +1,21 @@
-"""A note beside a user's own error: a leaf without rows was cut, or one that refers to rows by their place.
+"""Words beside a user's own error: a group of rows or a leaf without rows was cut, or one that refers to places.
 
-Class weights of ten classes in a batch of ten rows, an adjacency matrix, offsets: torch then complains of a size that
-nobody wrote. That a leaf should go whole is said only where the micro-batch runs as soon as it does.
+Answers of one prompt, class weights of ten classes in a batch of ten rows, an adjacency matrix, offsets: torch then
+complains of a size that nobody wrote. That rows belong together, or a leaf should go whole, is said only where the
+micro-batch runs as soon as they do.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from wholebatch.batch.groups import group_of, said_of_groups
 from wholebatch.batch.places import said_of_places
 from wholebatch.batch.tree import BatchTree, Leaf, move
 from wholebatch.batch.window import MicroBatch, Window
-from wholebatch.errors import WholeBatchError
+from wholebatch.errors import SplitError, WholeBatchError
 from wholebatch.first_window.verdict import USER_ERRORS
 from wholebatch.gradient.setup import Setup
 from wholebatch.loss.terms import LossFunction
@@ -28,18 +30,34 @@ MOST = 16
 def noted_whole_leaves(
     setup: Setup, loss_fn: LossFunction, batch: Any, micro_batches: Sequence[MicroBatch]
 ) -> Iterator[None]:
-    """Let a user's error pass, with a note that names the leaf that should have gone whole, if there is one."""
+    """Let a user's error pass, with a note that names the leaf that should have gone whole, if there is one.
+
+    Raises:
+        SplitError: in its place, where micro-batches that keep groups of rows together run.
+    """
     try:
         yield
     except USER_ERRORS as error:
-        given = isinstance(batch, Window) or setup.options.get("collate") is not None
         alone = setup.ranks.world == 1  # else a forward may be a collective
+        asked = setup.options.get("verify") != "never"  # else nothing is run but what was asked for
         foreign = isinstance(error, WholeBatchError) or is_out_of_memory(error)
-        if alone and not given and not foreign and len(micro_batches) > 1 and hasattr(error, "add_note"):
+        if not alone or not asked or foreign or len(micro_batches) < 2 or isinstance(batch, Window):
+            raise
+        _refuse_cut_groups(setup, loss_fn, micro_batches, error)
+        if setup.options.get("collate") is None and hasattr(error, "add_note"):
             note = _note(setup, loss_fn, batch, micro_batches)
             if note:
                 error.add_note(note)
         raise
+
+
+def _refuse_cut_groups(
+    setup: Setup, loss_fn: LossFunction, micro_batches: Sequence[MicroBatch], error: Exception
+) -> None:
+    first, rows = micro_batches[0], sum(micro_batch.rows for micro_batch in micro_batches)
+    group = group_of(lambda index: _takes(setup, loss_fn, lambda: first.cut(index)), rows, first.rows)
+    if group:
+        raise SplitError(said_of_groups(group, first.rows, by_length=bool(first.lengths))) from error
 
 
 def _note(setup: Setup, loss_fn: LossFunction, batch: Any, micro_batches: Sequence[MicroBatch]) -> str:
@@ -47,7 +65,7 @@ def _note(setup: Setup, loss_fn: LossFunction, batch: Any, micro_batches: Sequen
     named = setup.options.get("whole", ())
     whole = (named,) if isinstance(named, str) else tuple(named)
     leaves = [leaf for leaf in BatchTree(batch, whole).leaves if leaf.rows is not None and leaf.is_array]
-    if not leaves or setup.options.get("verify") == "never":  # nothing else is run than was asked for
+    if not leaves:
         return ""
     for index in (micro_batches[0].index, micro_batches[-1].index):
         if _runs(setup, loss_fn, batch, whole, index):
@@ -64,10 +82,15 @@ def _note(setup: Setup, loss_fn: LossFunction, batch: Any, micro_batches: Sequen
 
 def _runs(setup: Setup, loss_fn: LossFunction, batch: Any, whole: tuple[str, ...], index: Sequence[int]) -> bool:
     """Tell whether the loss function takes some rows, with these leaves whole."""
+    return _takes(setup, loss_fn, lambda: BatchTree(batch, whole).take(index))
+
+
+def _takes(setup: Setup, loss_fn: LossFunction, make: Callable[[], Any]) -> bool:
+    """Tell whether the loss function takes a micro-batch."""
     info = setup.model_info
     try:
         with left_alone(info):
-            loss_fn(info.model, move(BatchTree(batch, whole).take(index), info.device))
+            loss_fn(info.model, move(make(), info.device))
     except (*USER_ERRORS, MemoryError):
         return False
     return True

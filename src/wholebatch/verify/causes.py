@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from torch import nn
 
@@ -11,7 +10,7 @@ from wholebatch.first_window.reasons import DRAWN, HOOKS, ITEMS, MEETING, PADDIN
 from wholebatch.model.comparison import Comparison
 from wholebatch.model.inspection import uses_batch_statistics
 from wholebatch.verify.finding import Change, Finding
-from wholebatch.verify.reference import Reference, rows_or_one
+from wholebatch.verify.reference import Reference
 
 
 def counts_differ(stated: Sequence[float], whole: Sequence[float]) -> bool:
@@ -105,11 +104,11 @@ def behind_time(rows: int, size: Comparison) -> Finding:
     )
 
 
-def fails_in_micro_batches(error: Exception, rows: Sequence[int], places: str) -> Finding:
-    """The whole batch runs, and a micro-batch of it does not; perhaps for a leaf that refers to rows by their place."""
+def fails_in_micro_batches(error: Exception, sizes: str, places: str) -> Finding:
+    """The whole batch runs, and a micro-batch of it does not; perhaps as it is cut through what belongs together."""
     return Finding(
         "fails-in-pieces",
-        f"the whole batch runs, a micro-batch (of {list(rows[:8])} rows) does not",
+        f"the whole batch runs, a micro-batch (of {sizes}) does not",
         f"{type(error).__name__}: {' '.join(str(error).split()):.200}" + (f". {places}" if places else ""),
         1.0,
         None,
@@ -293,13 +292,12 @@ def hooked(names: Sequence[str], size: Comparison) -> Finding:
     return _for(HOOKS, what, str(size), max(size.error, 0.02))
 
 
-def coupled(model: nn.Module, micro_batches: Sequence[Any], size: Comparison) -> Finding | None:
+def coupled(model: nn.Module, sizes: str, size: Comparison) -> Finding | None:
     """Name BatchNorm layers as the place where rows should meet; None if there are none."""
     layers = [name for name, module in model.named_modules() if uses_batch_statistics(module)]
     if not layers:
         return None
-    rows = rows_or_one(micro_batches[0])
-    what = f"{len(layers)} BatchNorm layers (first: '{layers[0]}') normalise micro-batches of {rows} rows by themselves"
+    what = f"{len(layers)} BatchNorm layers (first: '{layers[0]}') normalise micro-batches of {sizes} by themselves"
     return meeting(what, str(size), size.error, 'batch_norm="exact"')
 
 

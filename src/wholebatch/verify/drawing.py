@@ -6,17 +6,26 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from wholebatch.errors import WholeBatchError
+from wholebatch.batch.tree import BatchTree
+from wholebatch.errors import SplitError, WholeBatchError
+from wholebatch.first_window import reasons
 from wholebatch.first_window.draws import FixedDraws
 from wholebatch.first_window.levels import RowNumbers, those_that_matter
 from wholebatch.first_window.norms import NormWatch
 from wholebatch.loss.terms import LossFunction
 from wholebatch.model.comparison import Comparison, compare, joined
-from wholebatch.verify.causes import counts_differ
+from wholebatch.verify import causes
 from wholebatch.verify.explaining import FOREIGN
-from wholebatch.verify.reference import Reference
+from wholebatch.verify.finding import Finding
+from wholebatch.verify.reference import OtherName, Reference, plain_gradient, rows_or_one
+from wholebatch.verify.running import Bench
+from wholebatch.verify.watching import ReplayedLoss
 
 Reads = Callable[[Sequence[Any], LossFunction], Reference]
+Portions = tuple[Any, Sequence[Any], Sequence[Sequence[int]]]
+
+NO_ROWS = "whether what is drawn there counts or mixes rows: rows can't be joined or cut, to be compared"
+"""What is said of draws where nothing tells which rows a micro-batch holds."""
 
 
 class OwnDraws(NamedTuple):
@@ -107,7 +116,7 @@ class DrawCheck:
         everything = sorted(row for rows in self.rows for row in rows)
         one, several = self.both(numbers, [([self.whole], [everything]), (self.micro_batches, self.rows)])
         size = compare(*joined(several.gradients, one.gradients))
-        return size, counts_differ(several.items, one.items)
+        return size, causes.counts_differ(several.items, one.items)
 
     def follows(self, numbers: RowNumbers) -> bool:
         """Tell whether the whole batch's gradient is another with other numbers."""
@@ -116,7 +125,9 @@ class DrawCheck:
             one, other = self.both(numbers, [([self.whole], [everything])] * 2)
         except (*FOREIGN, WholeBatchError):
             return True
-        return self.is_apart(compare(*joined(other.gradients, one.gradients)), counts_differ(other.items, one.items))
+        return self.is_apart(
+            compare(*joined(other.gradients, one.gradients)), causes.counts_differ(other.items, one.items)
+        )
 
     def both(self, numbers: RowNumbers, runs: Sequence[tuple[Sequence[Any], Any]]) -> list[Reference]:
         """Read micro-batches twice, under the same numbers."""
@@ -125,3 +136,61 @@ class DrawCheck:
         numbers.settle()
         self.places |= draws.own
         return said
+
+
+def portions_of(
+    whole: Any, micro_batches: Sequence[Any], rows: Sequence[Sequence[int]], names: Sequence[str]
+) -> Portions | None:
+    """Return a whole and the same rows in micro-batches; None where it can't be told which rows these are.
+
+    Where the batch could not be put together (it is None), the largest micro-batch is a whole in two halves.
+    """
+    if whole is not None:
+        return (whole, micro_batches, rows) if len(rows) == len(micro_batches) else None
+    largest = max(micro_batches, key=rows_or_one)
+    try:
+        tree = BatchTree(largest, names)
+        several = list(range(tree.count_rows()))
+    except SplitError:
+        return None
+    halves = [several[: len(several) // 2], several[len(several) // 2 :]]
+    return (largest, [tree.take(half) for half in halves], halves) if len(several) > 1 else None
+
+
+def drawn_apart(
+    read: Reads, loss_fn: LossFunction, portions: Portions | None, tolerance: float, steady: FixedDraws
+) -> tuple[Finding | None, list[str]]:
+    """Compare with each row's own draws; return what does not add up, and what could not be shown.
+
+    Args:
+        read, loss_fn, tolerance: as for :class:`DrawCheck`.
+        portions: the whole, its micro-batches, and the rows of these.
+        steady: what has drawn while draws were held still.
+    """
+    own = ", ".join(sorted(steady.own)[:3])
+    if portions is None:
+        return None, [f"{own}: {NO_ROWS}."] * bool(own)
+    try:
+        found = DrawCheck(read, loss_fn, *portions, tolerance).take()
+    except (*FOREIGN, OtherName, WholeBatchError) as error:
+        return None, [f"{own}: it can't be read with draws of each row's own ({error!r:.120})."] * bool(own)
+    apart = found.size is not None and (found.counts or not found.size.error <= tolerance)
+    finding = causes.drawn(found.places or sorted(steady.seen), found.size) if apart and found.size else None
+    pairs = (found.held, reasons.HELD), (found.shared, reasons.SHARED)
+    return finding, [f"{', '.join(places[:3])}: {why}." for places, why in pairs if places]
+
+
+def replayed(stage: Bench, loss_fn: LossFunction, reading: dict[str, Any]) -> Comparison | None:
+    """Measure how far a window is from its micro-batches run again with the draws that they made.
+
+    None where a generator of the user's own draws, which nobody sets back at the beginning of each micro-batch.
+    """
+    ran = stage.run()
+    if any(each.kind == "generator" for each in ran.moved):
+        return None
+    starts = [call.start for call in ran.watched.calls[-ran.result.micro_batches :]]
+    try:
+        again = plain_gradient(stage.model, ReplayedLoss(loss_fn, starts), ran.micro_batches, **reading)
+    finally:
+        stage.back()
+    return compare(*joined(ran.gradients, again.gradients))

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from wholebatch.batch.groups import sizes_in_words
 from wholebatch.errors import WholeBatchError
 from wholebatch.loss.terms import LossSum
 from wholebatch.model.comparison import Comparison, compare, joined
@@ -59,6 +60,7 @@ class Case:
         names: leaves that go whole.
         reading: how `plain_gradient` is to read.
         back: undoes what the loss function moves.
+        unit: what a batch is made of, in words: rows, or samples that are collated.
     """
 
     model: nn.Module
@@ -74,6 +76,7 @@ class Case:
     names: Sequence[str] = ()
     reading: dict[str, Any] = dataclasses.field(default_factory=dict)
     back: Callable[[], None] = lambda: None
+    unit: str = "rows"
 
     def read(self, micro_batches: Sequence[Any], loss_fn: LossFunction | None = None) -> Reference:
         """Take micro-batches together by the plain reading."""
@@ -220,7 +223,8 @@ def behind_time(case: Case, in_micro_batches: Reference) -> Finding | None:
 def met(case: Case) -> Finding:
     """Every micro-batch is right by itself, the batch is not their sum: rows meet. Say where, by experiment."""
     model = unwrapped(case.model)
-    layers = causes.coupled(model, case.micro_batches, case.size)
+    sizes = sizes_in_words([len(index) for index in case.rows] or list(map(rows_or_one, case.micro_batches)), case.unit)
+    layers = causes.coupled(model, sizes, case.size)
     if layers is not None:
         return layers
     where = None
@@ -228,9 +232,8 @@ def met(case: Case) -> Finding:
         where = where_rows_meet(model, case.loss_fn, batch, case.names)
         if where is not None:
             break
-    rows = [rows_or_one(micro_batch) for micro_batch in case.micro_batches[:8]]
     where = where or "Where they meet could not be tried on this batch."
-    return causes.meeting(f"micro-batches of {rows} rows see only themselves. {where}", str(case.size), case.size.error)
+    return causes.meeting(f"micro-batches of {sizes} see only themselves. {where}", str(case.size), case.size.error)
 
 
 def _examples(case: Case) -> Iterator[Any]:

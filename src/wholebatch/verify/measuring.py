@@ -16,11 +16,10 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from wholebatch.batch.places import said_of_places
+from wholebatch.batch.groups import sizes_in_words
 from wholebatch.batch.sizes import Auto, Size, Tokens
-from wholebatch.batch.tree import BatchTree
 from wholebatch.batch.window import MicroBatch, Window, micro_batches_of
-from wholebatch.errors import SplitError, WholeBatchError
+from wholebatch.errors import WholeBatchError
 from wholebatch.first_window import reasons
 from wholebatch.first_window.draws import FixedDraws, uncompiled
 from wholebatch.gradient.preconditions import refuse_inexact
@@ -29,17 +28,16 @@ from wholebatch.model.comparison import Comparison, compare, errors_of, joined, 
 from wholebatch.options import Options
 from wholebatch.verify import causes
 from wholebatch.verify.answers import asked_twice
-from wholebatch.verify.drawing import DrawCheck
+from wholebatch.verify.copies import copied
+from wholebatch.verify.cutting import as_wide, first_size, said_of_cut
+from wholebatch.verify.drawing import drawn_apart, portions_of, replayed
 from wholebatch.verify.explaining import FOREIGN, Case, bent_by_hooks, explain, where_rows_meet
 from wholebatch.verify.finding import Finding
 from wholebatch.verify.precision import Rounded, Yardstick
 from wholebatch.verify.reference import OtherName, Reference, plain_gradient, rows_or_one, whole_micro_batches
 from wholebatch.verify.running import Bench, Ran, numbered, over_ranks, several_ranks, shares, together
 from wholebatch.verify.truth import TruthReader
-from wholebatch.verify.watching import HookSums, ReplayedLoss, checkpoints_heard
-
-NO_ROWS = "whether what is drawn there counts or mixes rows: rows can't be joined or cut, to be compared"
-"""What is said of draws where nothing tells which rows a micro-batch holds."""
+from wholebatch.verify.watching import HookSums, checkpoints_heard
 
 
 class CheckRun:
@@ -148,7 +146,8 @@ class CheckRun:
             if isinstance(error, WholeBatchError):
                 raise
             sizes = [len(index) for index in self.rows]
-            self.findings.append(causes.fails_in_micro_batches(error, sizes, self.places(sum(sizes))))
+            said = sizes_in_words(sizes, self.unit)
+            self.findings.append(causes.fails_in_micro_batches(error, said, self.cut_through(sizes)))
             return None
         moved = [each.name for each in ran.moved if each.kind == "parameter"]
         if ran.watched.cleared:
@@ -165,11 +164,24 @@ class CheckRun:
             )
         return ran
 
-    def places(self, rows: int) -> str:
-        """Name a leaf that refers to rows by their place; "" where the batch is made of micro-batches or samples."""
-        if isinstance(self.batch, Window) or self.collate is not None:
+    @property
+    def unit(self) -> str:
+        """What micro-batches are cut of, in words."""
+        return "rows" if self.collate is None else "samples"
+
+    def cut_through(self, sizes: Sequence[int]) -> str:
+        """Say what a micro-batch that does not run is cut through; "" where it was cut by others, or nothing is."""
+        if isinstance(self.batch, Window) or self.wrapped:
             return ""
-        return said_of_places(BatchTree(self.batch).leaves, rows)
+        device = next((parameter.device for parameter in self.plain.parameters()), None)
+
+        def run(micro_batch: Any) -> None:
+            try:
+                self.loss_fn(self.plain, copied(micro_batch, None, device))
+            finally:
+                self.stage.back()
+
+        return said_of_cut(run, self.cut()[0], sizes, None if self.collate else self.batch)
 
     def compare(self, ran: Ran) -> None:
         """Hold gradient, items, loss and buffers of both sides against each other."""
@@ -264,6 +276,7 @@ class CheckRun:
             names=self.names,
             reading=self.reading,
             back=self.stage.back,
+            unit=self.unit,
         )
         finding = explain(case)
         self.findings.append(finding)
@@ -272,16 +285,11 @@ class CheckRun:
 
     def as_wide(self) -> list[Any] | None:
         """Make the same micro-batches padded as in the whole batch; None where no padding was taken off."""
-        size = self.size_wanted.start if isinstance(self.size_wanted, Auto) else self.size_wanted
         if isinstance(self.batch, Window) or self.wrapped or self.whole is None:
             return None
-        if not (isinstance(size, Tokens) or self.collate):
+        if not (isinstance(first_size(self.size_wanted), Tokens) or self.collate):
             return None
-        try:
-            whole = BatchTree(self.whole, () if self.collate else self.names)
-            return [whole.take(index) for index in self.rows]
-        except SplitError:  # made by collate=, and not of rows
-            return None
+        return as_wide(self.whole, self.rows, () if self.collate else self.names)
 
     def look_for_coupling(self) -> None:
         """Ask by experiment whether rows meet, where the reference, too, had to run in micro-batches."""
@@ -322,10 +330,8 @@ class CheckRun:
         skipped = not steady.seen or bool(self.findings) or bool(self.not_shown)
         if any(over_ranks(skipped, self.wrapped)):
             return
-        own, portions = sorted(steady.own), self.portions()
-        if portions is None:
-            self.not_shown += [f"{', '.join(own[:3])}: {NO_ROWS}"] * bool(own)
-            return
+        rows = numbered(self.cut(), self.wrapped)
+        portions = portions_of(self.whole, self.run, rows, () if self.collate else self.names)
 
         def read(batches: Sequence[Any], loss_fn: LossFunction) -> Reference:
             try:
@@ -333,52 +339,21 @@ class CheckRun:
             finally:
                 self.stage.back()
 
-        try:
-            found = DrawCheck(read, self.loss_fn, *portions, self.yardstick.tolerance).take()
-        except (*FOREIGN, OtherName) as error:
-            said = f"they can't be read with draws of each row's own ({error!r:.120})"
-            self.not_shown += [f"{', '.join(own[:3])}: {said}"] * bool(own)
-            return
-        if found.size is not None and (found.counts or not found.size.error <= self.yardstick.tolerance):
-            self.findings.append(causes.drawn(found.places or sorted(steady.seen), found.size))
-        self.not_shown += [f"{', '.join(found.held[:3])}: {reasons.HELD}."] * bool(found.held)
-        self.not_shown += [f"{', '.join(found.shared[:3])}: {reasons.SHARED}."] * bool(found.shared)
-
-    def portions(self) -> tuple[Any, list[Any], list[list[int]]] | None:
-        """Return a whole, the same rows in micro-batches, and which rows these are; None where they can't be told.
-
-        Where the batch can't be put together, the largest micro-batch is a whole in two halves.
-        """
-        rows = numbered(self.cut(), self.wrapped)
-        if self.whole is not None:
-            return (self.whole, self.run, rows) if len(rows) == len(self.run) and len(rows) > 1 else None
-        largest = max(self.run, key=rows_or_one)
-        try:
-            tree = BatchTree(largest, () if self.collate else self.names)
-            several = list(range(tree.count_rows()))
-            halves = [several[: len(several) // 2], several[len(several) // 2 :]]
-            return (largest, [tree.take(half) for half in halves], halves) if len(several) > 1 else None
-        except SplitError:
-            return None
+        if len(rows) > 1:
+            finding, untold = drawn_apart(read, self.loss_fn, portions, self.yardstick.tolerance, steady)
+            self.findings += [] if finding is None else [finding]
+            self.not_shown += untold
 
     def with_draws(self, draws: bool) -> None:
         """Run the micro-batches again with the draws they made: the window must be their sum."""
         nothing_to_run = not draws or self.meets or isinstance(self.size_wanted, Auto)
         if any(over_ranks(nothing_to_run or bool(self.findings) or bool(self.not_shown), self.wrapped)) or self.wrapped:
             return
-        ran = self.stage.run()
-        if any(each.kind == "generator" for each in ran.moved):
-            return  # one of the user's own, which nobody set back at the beginning of each micro-batch
-        starts = [call.start for call in ran.watched.calls[-ran.result.micro_batches :]]
-        reading = {**self.reading, "dtype": self.dtype, "as_is": True}
-        try:
-            again = plain_gradient(self.stage.model, ReplayedLoss(self.loss_fn, starts), ran.micro_batches, **reading)
-        finally:
-            self.stage.back()
-        size = compare(*joined(ran.gradients, again.gradients))
-        if not size.error <= max(4 * self.yardstick.tolerance, 1e-5 if self.dtype != torch.float64 else 0.0):
+        near = max(4 * self.yardstick.tolerance, 1e-5 if self.dtype != torch.float64 else 0.0)
+        size = replayed(self.stage, self.loss_fn, {**self.reading, "dtype": self.dtype, "as_is": True})
+        if size is not None and not size.error <= near:
             self.findings.append(causes.other_with_draws(size))
-        else:
+        elif size is not None:
             self.notes.append("With draws on, the window is the sum of its micro-batches run again with their draws.")
 
     def tell_missing(self) -> None:
