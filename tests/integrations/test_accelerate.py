@@ -286,3 +286,59 @@ def test_options_that_a_loop_of_losses_cannot_serve_are_refused(option: dict[str
     accelerator = accelerate.Accelerator(cpu=True)
     with pytest.raises(TypeError, match=words):
         door.Window(accelerator, accelerator.prepare(tagger()), **option)
+
+
+# What acts on a window before its end, and two losses of one micro-batch
+
+
+def run_of(act: str, ours: bool = True) -> list[Gradients]:
+    """Two windows; `act` says what the loop does besides."""
+    accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=STEPS)
+    model, batch, found = tagger(), rows(), []
+    plain = torch.optim.SGD(model.parameters(), lr=0.1 if act == "steps" else 0.0)
+    samples = [{name: value[i] for name, value in batch.items()} for i in range(13)]
+    loader = torch.utils.data.DataLoader(samples, batch_size=2)
+    prepared, optimizer, loader = accelerator.prepare(model, plain, loader)
+    window = door.Window(accelerator, prepared)
+    back = window.backward if ours else lambda loss: accelerator.backward(loss.value)
+    for part in loader:
+        with accelerator.accumulate(prepared):
+            back(stated(prepared, part))
+            if act == "two losses":
+                back(0.1 * wb.mean(prepared(part["x"]).square().mean((1, 2))))
+            if act == "a loss beside":
+                accelerator.backward(0.1 * prepared(part["x"]).square().mean())
+            if act == "clips":
+                accelerator.clip_grad_norm_(prepared.parameters(), 0.01)
+            if accelerator.sync_gradients:
+                if act == "clips at the end":
+                    accelerator.clip_grad_norm_(prepared.parameters(), 0.01)
+                found.append(gradients_of(prepared))
+            (plain if act == "steps" else optimizer).step()
+            optimizer.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("act", "error", "words"),
+    [
+        ("clips", wb.InexactError, "gradients have been changed.*sync_gradients"),
+        ("steps", wb.InexactError, "parameters have been stepped"),
+        ("a loss beside", wb.InexactError, "gradients have been changed"),
+        ("two losses", wb.LossError, r"called twice.*window\.backward\(wb\.mean"),
+    ],
+)
+def test_what_acts_on_each_micro_batch_is_refused(act: str, error: Any, words: str) -> None:
+    with pytest.raises(error, match=words):
+        run_of(act)
+    meant = several_meant if "loss" in act else mean
+    assert_differs(run_of(act, ours=False)[0], references(loss=meant)[0].gradients)
+
+
+def test_what_acts_at_the_end_of_a_window_is_served() -> None:
+    for found, reference in zip(run_of("clips at the end"), references(), strict=True):
+        norm = torch.stack([g.norm() for g in reference.gradients.values() if g is not None]).norm()
+        assert_same_gradient(
+            found, {n: g if g is None else g * 0.01 / norm for n, g in reference.gradients.items()}, 1e-5
+        )
+    assert_differs(run_of("nothing", ours=False)[0], references()[0].gradients)

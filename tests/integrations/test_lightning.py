@@ -389,3 +389,89 @@ print(backward(fabric, model, lambda model, x: model(x).square(), torch.randn(10
 def test_options_that_a_callback_of_losses_cannot_serve_are_refused(option: dict[str, Any]) -> None:
     with pytest.raises(TypeError, match=f"Exact has no {next(iter(option))}="):
         door.Exact(**option)
+
+
+# What acts on a window before its end, and what goes back beside it
+
+
+class ClippingEach(Module):
+    def on_after_backward(self) -> None:
+        torch.nn.utils.clip_grad_norm_(self.parameters(), 0.01)
+
+
+class ZeroingEach(Module):
+    def training_step(self, batch: Batch, batch_idx: int) -> Any:
+        self.optimizers().zero_grad()
+        return super().training_step(batch, batch_idx)
+
+
+class Beside(Module):
+    def training_step(self, batch: Batch, batch_idx: int) -> Any:
+        return super().training_step(batch, batch_idx) + 0.1 * self.model(batch["x"]).square().mean()
+
+
+class Twice(Module):
+    def training_step(self, batch: Batch, batch_idx: int) -> Any:
+        aux = 0.1 * wb.mean(self.model(batch["x"]).square())
+        return super().training_step(batch, batch_idx) + (door.whole(self, aux) if self.ours else aux.value)
+
+
+REFUSED = [
+    (ClippingEach, wb.InexactError, "gradients have been changed.*gradient_clip_val", mean),
+    (ZeroingEach, wb.InexactError, "gradients have been changed", mean),
+    (Beside, wb.LossError, "something beside it", several_meant),
+    (Twice, wb.LossError, "called twice", several_meant),
+]
+
+
+@pytest.mark.parametrize(
+    ("module", "error", "words", "meant"), REFUSED, ids=lambda value: getattr(value, "__name__", None)
+)
+def test_what_acts_on_a_window_before_its_end_or_goes_back_beside_it_is_refused(
+    module: Any, error: Any, words: str, meant: Any
+) -> None:
+    with pytest.raises(error, match=words):
+        fit(module(), [door.Exact()])
+    stock = module(ours=False)
+    fit(stock)
+    assert_differs(stock.steps[0], references(loss=meant)[0])
+
+
+class Scaled(Module):
+    """Parts of a share, and of what has no gradient, change nothing but a number that all micro-batches share."""
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        return 0.5 * loss + self.model(batch["x"]).square().mean().detach()
+
+
+def test_a_share_may_be_multiplied_and_logged() -> None:
+    module = Scaled()
+    fit(module, [door.Exact()])
+    for found, reference in zip(module.steps, references(), strict=True):
+        assert_same_gradient(found, {name: g if g is None else 0.5 * g for name, g in reference.gradients.items()})
+    stock = Scaled(ours=False)
+    fit(stock)
+    assert_differs(stock.steps[0], {n: g if g is None else 0.5 * g for n, g in references()[0].gradients.items()})
+
+
+class Norms(lightning.Callback):  # type: ignore[misc,name-defined]
+    def __init__(self) -> None:
+        self.seen: list[float] = []
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        self.seen.append(float(torch.stack([p.grad.norm() for p in pl_module.parameters()]).norm()))
+
+
+def test_a_callback_that_logs_norms_sees_those_of_the_batch_wherever_it_stands() -> None:
+    expected = [
+        float(torch.stack([g.norm() for g in reference.gradients.values() if g is not None]).norm())
+        for reference in references()
+    ]
+    for order in (lambda norms: [norms, door.Exact()], lambda norms: [door.Exact(), norms]):
+        norms = Norms()
+        fit(Module(), order(norms))
+        assert norms.seen == pytest.approx(expected, rel=1e-5)
+    stock = Norms()
+    fit(Module(ours=False), [stock])
+    assert stock.seen != pytest.approx(expected, rel=1e-2)

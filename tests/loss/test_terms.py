@@ -248,3 +248,46 @@ def test_tensors_still_weigh_terms_and_terms_are_themselves() -> None:
     for name in ("item", "backward", "sqrt"):
         with pytest.raises(AttributeError, match="Return it from the loss function"):
             getattr(term, name)()
+
+
+def test_the_value_of_a_sum_of_terms_is_that_of_its_parts() -> None:
+    term = wb.mean(VALUES) + 0.5 * wb.total(VALUES) - wb.mean(VALUES, VALUES > 2) / 2
+    assert float(term.value) == pytest.approx(63 / 6 + 63 / 2 - 60 / 4 / 2)
+    assert float((0.1 * wb.mean(VALUES)).value) == pytest.approx(1.05)
+
+
+def test_values_of_rows_beside_a_term_are_told_to_be_a_mean() -> None:
+    for add in (lambda: wb.mean(VALUES) + VALUES[:, 0], lambda: VALUES[:, 0] + wb.mean(VALUES)):
+        with pytest.raises(wb.LossError, match=r"wb\.mean\(x\) for one loss a row"):
+            add()
+
+
+def test_the_loss_of_the_only_row_left_is_told_from_a_mean() -> None:
+    """Thirteen rows by four leave one, and `squeeze()` takes its dimension; the first micro-batches say nothing."""
+    torch.manual_seed(1)
+    model, batch = torch.nn.Linear(3, 1), {"x": torch.randn(13, 3), "y": torch.randn(13)}
+
+    def squeezed(model: Any, batch: Any) -> torch.Tensor:
+        return F.mse_loss(model(batch["x"]).squeeze(), batch["y"].squeeze(), reduction="none")
+
+    wb.backward(model, squeezed, {name: value[:12] for name, value in batch.items()}, 4)
+    with pytest.raises(wb.LossError, match=r"one row.*squeeze\(-1\)"):
+        wb.backward(model, squeezed, batch, 4)
+    with pytest.raises(wb.LossError, match="a mean or a sum over the micro-batch"):
+        wb.backward(model, lambda model, batch: squeezed(model, batch).mean(), batch, 4)
+
+
+def test_several_models_and_none_are_told_what_to_give() -> None:
+    layers = [torch.nn.Linear(2, 2), torch.nn.Linear(2, 1)]
+
+    def loss(models: Any, rows: torch.Tensor) -> torch.Tensor:
+        return models[1](models[0](rows)).square()
+
+    with pytest.raises(TypeError, match=r"nn\.ModuleList\(models\)"):
+        wb.backward(layers, loss, torch.randn(4, 2), 2)  # type: ignore[arg-type]
+    wb.backward(torch.nn.ModuleList(layers), loss, torch.randn(4, 2), 2)
+    weight = torch.randn(2, 1, requires_grad=True)
+    with pytest.raises(TypeError, match=r"nn\.ParameterList"):
+        wb.backward(lambda rows: rows @ weight, loss, torch.randn(4, 2), 2)  # type: ignore[arg-type]
+    held = torch.nn.ParameterList([weight])
+    wb.backward(held, lambda held, rows: (rows @ held[0]).square(), torch.randn(4, 2), 2)

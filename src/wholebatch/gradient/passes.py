@@ -84,7 +84,7 @@ class Forwards:
 
     def say(self, micro_batch: MicroBatch) -> ParsedLoss | None:
         """Read what the loss function returns."""
-        return read(self._window.loss(micro_batch))
+        return read(self._window.loss(micro_batch), alone=micro_batch.rows == 1)
 
     def again(self, micro_batch: MicroBatch) -> Callable[[], Any] | None:
         """Say how to run a micro-batch once more without a trace; None where other ranks would have to join."""

@@ -68,7 +68,16 @@ class Setup:
 def refuse_no_model(model: Any) -> None:
     """Raise a TypeError for what is no module."""
     if not isinstance(model, nn.Module):
-        raise TypeError(f"model is {type(model).__name__}; pass the torch.nn.Module whose gradient is wanted.")
+        several = isinstance(model, (list, tuple)) and any(isinstance(each, nn.Module) for each in model)
+        instead = (
+            "Give several in one, nn.ModuleList(models) or nn.ModuleDict(...): loss_fn gets the same to index."
+            if several
+            else "Where parameters are in a function or in tensors of its own, give a module that holds them, "
+            "nn.ParameterList(tensors), and let loss_fn do the rest."
+        )
+        raise TypeError(
+            f"model is {type(model).__name__}; pass the torch.nn.Module whose gradient is wanted. {instead}"
+        )
 
 
 def set_up(

@@ -11,9 +11,9 @@ from typing_extensions import Unpack
 
 import wholebatch as wb
 from wholebatch.batch.sizes import Size
-from wholebatch.errors import InexactError
+from wholebatch.errors import InexactError, LossError
 from wholebatch.integrations.foreign_loop import Boundary
-from wholebatch.integrations.watching import FirstWindow, refuse_unserved
+from wholebatch.integrations.watching import Between, FirstWindow, refuse_unserved
 from wholebatch.model.reached import leaves_of
 from wholebatch.options import Options
 
@@ -107,18 +107,31 @@ class Window:
         self._accelerator, self._models = accelerator, models
         self._boundary = Boundary()
         self._first = FirstWindow({"batch_norm": batch_norm}, 'Choose Window(..., batch_norm="micro") (as usual)')
+        self._between = Between(
+            "Clip, step and zero under: if accelerator.sync_gradients; add a second loss to the first."
+        )
         self._reached: dict[int, Tensor] = {}
         self._open = False
+        self._step = 0
 
     def backward(self, returned: Any) -> None:
         """Go back from what a loss function returned: any form that `wb.backward` knows.
 
         Raises:
-            LossError: for a bare number, or terms with different denominators.
-            InexactError: in the first window, for what makes micro-batches depend on the cut.
+            LossError: for a bare number, terms with different denominators, or a second loss of one micro-batch.
+            InexactError: in the first window, for what makes micro-batches depend on the cut; where gradients or
+                parameters have been changed since the micro-batch before.
         """
         accelerator = self._accelerator
         steps = accelerator.gradient_accumulation_steps
+        if accelerator.step and accelerator.step == self._step:
+            raise LossError(
+                f"backward was called twice for micro-batch {self._step} of accelerator.accumulate, and each call "
+                "would be taken for a micro-batch of its own. Add the losses, window.backward(wb.mean(a) + "
+                "wb.mean(b)); for several models that step by themselves, make a Window for each."
+            )
+        self._step = accelerator.step
+        self._between.look()
         if not self._open:
             self._first.begin(self._models, steps * accelerator.num_processes)
             self._open = True
@@ -127,6 +140,8 @@ class Window:
         self._reached.update((id(leaf), leaf) for leaf in leaves_of([share]))
         accelerator.backward(share * steps)  # which divides by them
         self.loss = self._close() if accelerator.sync_gradients else None
+        if self._open:
+            self._between.note(p for model in self._models for p in model.parameters())
 
     def _close(self) -> Tensor:
         """Bring the gradients of the models, and of all that the losses reached, to the window's denominator."""

@@ -13,6 +13,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import Unpack
 
@@ -20,7 +21,7 @@ import wholebatch as wb
 from wholebatch.batch.sizes import Size
 from wholebatch.errors import InexactError, LossError
 from wholebatch.integrations.foreign_loop import Boundary, world
-from wholebatch.integrations.watching import FirstWindow, refuse_unserved
+from wholebatch.integrations.watching import Between, FirstWindow, refuse_unserved
 from wholebatch.loss.terms import read
 from wholebatch.options import Options
 
@@ -33,6 +34,9 @@ else:  # the same under its older name, installed without the other
 
 _ENDING: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
 """Trainers that have been set up with the callback; their tuners run trials without it."""
+
+FAR = 64
+"""How many nodes may stand between a share and what goes back."""
 
 SERVED = ("SingleDeviceStrategy", "DDPStrategy")
 
@@ -65,11 +69,19 @@ class Exact(lightning.Callback):
         self._log = log
         self._boundary: Boundary | None = None
         self._first = FirstWindow({"batch_norm": batch_norm}, 'Choose Exact(batch_norm="micro") (as usual)')
+        self._between = Between(
+            "Clip by gradient_clip_val= or in configure_gradient_clipping, and change gradients in "
+            "on_before_optimizer_step."
+        )
         self._open = False
+        self._share: Tensor | None = None
 
     def setup(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, stage: str) -> None:
         """Let the trainer be known as one that ends its windows, also while a tuner has put its callbacks away."""
         _ENDING[trainer] = True
+        # Callbacks before this one would see gradients without their denominator, such as those that log norms.
+        loop: Any = trainer
+        loop.callbacks = [self, *(callback for callback in loop.callbacks if callback is not self)]
 
     def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         """Refuse what cannot be exact, and begin."""
@@ -82,11 +94,38 @@ class Exact(lightning.Callback):
             )
         self._boundary = Boundary()
 
+    def on_train_batch_start(
+        self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Begin a micro-batch."""
+        self._share = None
+
+    def on_before_backward(
+        self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, loss: Tensor
+    ) -> None:
+        """Refuse what would act on the window before its end, or go back beside the share."""
+        self._between.look()
+        if self._share is not None and self._share.grad_fn is not None and not _leads_to(loss, self._share.grad_fn):
+            raise LossError(
+                f"The training_step of {type(pl_module).__name__} returns whole(...) with something beside it that has "
+                "a gradient of its own, whose denominator is not known. Say what that averages over, and put it "
+                "inside: whole(self, wb.mean(a) + 0.1 * wb.mean(b)); terms with different denominators need the "
+                "window whole (`backward` of this module)."
+            )
+
+    def on_after_backward(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        """Note how the micro-batch leaves the gradients."""
+        self._share = None  # LBFGS asks for another one
+        self._between.note(pl_module.parameters())
+
     def on_before_optimizer_step(
         self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, optimizer: torch.optim.Optimizer
     ) -> None:
         """Bring the window to its true denominator."""
         self._open = False
+        if getattr(trainer.precision_plugin, "scaler", None) is None:  # which has unscaled the gradients by now
+            self._between.look()
+        self._between.over()
         if self._boundary is not None:
             loss = self._boundary.close(pl_module.parameters())
             if self._log is not None:
@@ -105,12 +144,18 @@ class Exact(lightning.Callback):
                 "nothing under it (accumulate_grad_batches=1), or use manual optimization and `backward` of this "
                 "module inside of its closure."
             )
+        if self._share is not None:
+            raise LossError(
+                f"whole(...) was called twice for one micro-batch of {type(module).__name__}, and each call would be "
+                "taken for a micro-batch of its own. Add the losses inside: whole(self, wb.mean(a) + wb.mean(b))."
+            )
         if not self._open:
             self._first.begin([module], micro_batches * world())
             self._open = True
         share = self._boundary.share(returned, micro_batches)
         self._first.look(share)
-        return share * micro_batches + (share * (1 - micro_batches)).detach()
+        self._share = share * micro_batches + (share * (1 - micro_batches)).detach()
+        return self._share
 
 
 def whole(module: lightning.LightningModule, returned: Any) -> Tensor:
@@ -202,6 +247,21 @@ class _Bare(nn.Module):
         with self._precision.forward_context():
             output = self._inner(*args, **kwargs)
         return self._precision.convert_output(output)
+
+
+def _leads_to(loss: Tensor, share: Node) -> bool:
+    """Tell whether all of a graph goes back through one node."""
+    nodes = [] if loss.grad_fn is None else [loss.grad_fn]
+    seen = set(nodes)
+    for node in nodes:  # which grows meanwhile
+        new = [each for each, _ in node.next_functions if each is not None and each not in seen]
+        if node is share or node == share:
+            continue
+        if not node.next_functions or len(nodes) > FAR:
+            return False
+        seen.update(new)
+        nodes += new
+    return True
 
 
 def _wrapper_in(module: nn.Module) -> nn.Module | None:

@@ -37,7 +37,6 @@ class Shares:
         running: whether a micro-batch is in the Trainer's own step just now.
         reached: whether the step at hand has asked for a loss there.
         rows: how many rows micro-batches had.
-        left: how the last step has left the gradients; None before the window's first.
     """
 
     counts: list[float | None]
@@ -46,7 +45,6 @@ class Shares:
     running: bool = False
     reached: bool = False
     rows: set[int] = field(default_factory=set)
-    left: list[tuple[int, int]] | None = None
 
 
 @dataclass
@@ -56,11 +54,6 @@ class Waiting:
     batches: list[Any]
     calls: int
     items: Tensor | None
-
-
-def written(model: nn.Module) -> list[tuple[int, int]]:
-    """Say of the gradients which tensors they are, and how often each has been written to."""
-    return [(-1, -1) if p.grad is None else (id(p.grad), p.grad._version) for p in model.parameters()]
 
 
 def _seeing(own: Callable[..., Any], seen: Callable[..., Any]) -> Callable[..., Any]:

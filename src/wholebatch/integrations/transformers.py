@@ -29,8 +29,8 @@ from wholebatch.integrations.streams import draw, refuse_repeats
 from wholebatch.integrations.trainer_coupled import Coupling
 from wholebatch.integrations.trainer_loss import Meaning
 from wholebatch.integrations.trainer_refusals import owner_of, refuse, shifts
-from wholebatch.integrations.trainer_shares import DIVIDING, Outside, Shares, Waiting, written
-from wholebatch.integrations.watching import FirstWindow
+from wholebatch.integrations.trainer_shares import DIVIDING, Outside, Shares, Waiting
+from wholebatch.integrations.watching import Between, FirstWindow
 from wholebatch.options import Options, checked
 
 T = TypeVar("T", bound=transformers.Trainer)
@@ -111,6 +111,13 @@ class Inside(transformers.Trainer):
         return Coupling(self, self._meaning)
 
     @functools.cached_property
+    def _between(self) -> Between:
+        return Between(
+            f"Look into the training_step of {type(self).__name__} and into callbacks: leave zeroing to the Trainer, "
+            "clip by max_grad_norm=, and change gradients in a callback's on_pre_optimizer_step."
+        )
+
+    @functools.cached_property
     def _first(self) -> FirstWindow:
         return FirstWindow(
             self._options,
@@ -154,6 +161,7 @@ class Inside(transformers.Trainer):
             return [], None
         whole = None if None in heard or not heard else torch.tensor(float(sum(heard)), device=device)
         self._shares = self._waiting = None
+        self._between.over()
         if self._defers:
             self._waiting = Waiting(batches, num_batches, whole)
             return batches + [{}] * (num_batches - len(batches)), whole
@@ -274,14 +282,11 @@ class Inside(transformers.Trainer):
             shares.counts.pop(0)
             shares.reached = True
             return torch.zeros((), device=self.args.device)
-        if shares.left is not None and shares.left != written(model):
+        try:
+            self._between.look()
+        except InexactError:
             model.zero_grad()
-            raise InexactError(
-                f"Between two micro-batches of a window, with {len(shares.counts)} still to come, something has "
-                f"changed the gradients, which are not those of the batch yet: the training_step of "
-                f"{type(self).__name__} or a callback. Leave zeroing to the Trainer, clip by max_grad_norm=, and "
-                "change gradients in a callback's on_pre_optimizer_step."
-            )
+            raise
         before = {name: vars(self)[name] for name in DIVIDING if name in vars(self)}
         shares.running = shares.reached = True
         try:
@@ -298,8 +303,8 @@ class Inside(transformers.Trainer):
         if shares.counts and not self._is_whole:
             shares.counts.pop(0)
         # An engine of its own may keep gradients elsewhere, and write them when it likes.
-        plain = not (self._stays or self.is_deepspeed_enabled or self.is_fsdp_enabled)
-        shares.left = written(model) if plain and not last else None
+        if not (self._stays or last or self.is_deepspeed_enabled or self.is_fsdp_enabled):
+            self._between.note(model.parameters())
         if not self._stays and last and not shares.items and self.accelerator.scaler is None:
             model.zero_grad()  # nothing was to be learned: not even momentum and decay should move
         return loss

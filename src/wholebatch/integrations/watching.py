@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -38,6 +38,51 @@ def refuse_unserved(name: str, batch_norm: str | None, options: Mapping[str, Any
             f"{name} has no batch_norm={batch_norm!r}: micro-batches run one by one in a loop that is not ours. Choose "
             '"micro", or give whole windows to this integration\'s backward(...).'
         )
+
+
+class Between:
+    """Looks whether anything acts on a window between its micro-batches, where only its end may.
+
+    What clips, zeroes or steps behind every micro-batch has a gradient before it that is not the batch's yet.
+
+    Args:
+        mending: where such things belong in this loop, for the error.
+    """
+
+    def __init__(self, mending: str) -> None:
+        self._mending = mending
+        self._left: list[tuple[Tensor, tuple[int, ...]]] = []
+
+    def note(self, parameters: Iterable[Tensor]) -> None:
+        """Note how a micro-batch has left parameters and gradients."""
+        self._left = [(parameter, _written(parameter)) for parameter in parameters]
+
+    def over(self) -> None:
+        """Note that the window is over: from here on everything may be written to."""
+        self._left = []
+
+    def look(self) -> None:
+        """Look at them again before the next micro-batch goes back.
+
+        Raises:
+            InexactError: if gradients were written to or replaced, or parameters changed.
+        """
+        changed = [(parameter, left) for parameter, left in self._left if _written(parameter) != left]
+        self.over()
+        if not changed:
+            return
+        stepped = sum(left[0] != parameter._version for parameter, left in changed)
+        what = f"{stepped} parameters have been stepped" if stepped else f"{len(changed)} gradients have been changed"
+        raise InexactError(
+            f"Between two micro-batches of one window {what}, before the window's gradient was complete: micro-batches "
+            f"that are clipped, zeroed, stepped or added to one by one are not their batch. {self._mending}"
+        )
+
+
+def _written(parameter: Tensor) -> tuple[int, ...]:
+    """Say which tensor a gradient is, and how often it and its parameter have been written to."""
+    grad = parameter.grad
+    return (parameter._version, -1, -1) if grad is None else (parameter._version, id(grad), grad._version)
 
 
 class FirstWindow:

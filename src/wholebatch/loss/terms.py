@@ -52,14 +52,21 @@ class Terms:
         """The terms, in the order in which they were written."""
         return self._parts
 
+    @property
+    def value(self) -> Tensor:
+        """The weighted mean of this micro-batch alone, with its graph: for use outside of a window."""
+        return torch.stack([part.value for part in self.parts]).sum()
+
     def __add__(self, other: object) -> Terms:
         if isinstance(other, Terms):
             return Terms(self.parts + other.parts)
         if isinstance(other, Real) and other == 0:
             return self
+        several = isinstance(other, Tensor) and other.numel() > 1
         raise LossError(
-            f"Cannot add {describe(other)} to a term: what it is averaged over cannot be known. "
-            "Wrap it: wb.total(x) for a sum over the batch, wb.once(x) for a value that exists once per batch."
+            f"Cannot add {describe(other)} to a term: what it is averaged over cannot be known. Wrap it: "
+            + "wb.mean(x) for one loss a row or token, " * several
+            + "wb.total(x) for a sum over the batch, wb.once(x) for a value that exists once per batch."
         )
 
     __radd__ = __add__
@@ -293,17 +300,24 @@ class ParsedLoss:
         return replace(self, terms={key: term for key, term in self.terms.items() if key not in keys})
 
 
-def read(returned: object, rows: int = 1) -> ParsedLoss | None:
+def read(returned: object, rows: int = 1, alone: bool = False) -> ParsedLoss | None:
     """Read what a loss function returned for a micro-batch.
 
     Args:
         returned: any of the forms.
         rows: of the micro-batch, where it is read alone: one element for several rows is then refused. 1 where the
             shapes are looked at over the whole window.
+        alone: whether the micro-batch has a single row, whose dimension is easily lost.
 
     Raises:
         LossError: if what the loss averages over cannot be known.
     """
+    if alone and isinstance(returned, Tensor) and returned.dim() == 0:
+        raise LossError(
+            "The loss function returned a tensor without dimensions for a micro-batch of one row. If that is the row's "
+            "own loss, squeeze() has taken the dimension of the rows too: say squeeze(-1), or return "
+            f"loss.reshape(-1). If it is a mean or a sum: {FORMS}"
+        )
     metrics: dict[str, LossSum] = {}
     if isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], Mapping):
         returned, stated = returned
