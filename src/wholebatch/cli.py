@@ -26,6 +26,7 @@ wholebatch: train on the batch you meant, on the memory you have.
   wholebatch train --resume RUN            go on with a run that was stopped or killed
   wholebatch train --help                  every flag
   wholebatch plan [CONFIG.yaml] [flags]    what a step will take: the largest micro-batch, time and memory by part
+  wholebatch batch-size RUN [flags]        which batch a run should have, from the noise it measured or from branches
   wholebatch doctor SCRIPT [ARGS]          watch a training loop of any kind and say what is wrong with its sums
   wholebatch env                           what to paste into a report of a problem
   wholebatch --version
@@ -60,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         near = difflib.get_close_matches(command, COMMANDS, 1)
         hint = f" Did you mean '{near[0]}'?" if near else ""
         return _refused(f"there is no command '{command}'.{hint} See: wholebatch --help", status=2)
-    if rest and command not in ("train", "plan", "doctor"):
+    if rest and command not in ("train", "plan", "batch-size", "doctor"):
         return _refused(f"{command} takes no arguments, but got {' '.join(rest)}.", status=2)
     try:
         return COMMANDS[command](rest)
@@ -96,6 +97,17 @@ def plan(arguments: list[str]) -> int:
     from wholebatch.train.plan_command import Question, advise
 
     advise(_settings(Question, "plan", arguments))
+    return 0
+
+
+def batch_size(arguments: list[str]) -> int:
+    """Say which batch a run should have."""
+    import tyro
+
+    import wholebatch.train  # noqa: F401, says what is missing of the program
+    from wholebatch.train.batch_size_command import Question, advise
+
+    advise(tyro.cli(Question, prog="wholebatch batch-size", args=arguments))
     return 0
 
 
@@ -139,6 +151,7 @@ def usage(arguments: list[str]) -> int:
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "train": train,
     "plan": plan,
+    "batch-size": batch_size,
     "doctor": doctor,
     "env": env,
     "--version": version,

@@ -97,7 +97,7 @@ class RunFolder:
 
     def last_step(self) -> int:
         """Return the last step that the metrics tell of; 0 if none."""
-        return max((record["step"] for record in self._records()), default=0)
+        return max((record["step"] for record in self.records()), default=0)
 
     def rewind(self, step: int) -> int:
         """Drop the metrics of later steps, and of a line that was cut off, since these steps will be taken again.
@@ -105,7 +105,7 @@ class RunFolder:
         Returns:
             Of how many of the steps until then nothing is told, because their lines are damaged or gone.
         """
-        kept = [record for record in self._records() if record["step"] <= step]
+        kept = [record for record in self.records() if record["step"] <= step]
         self._write(METRICS, "".join(f"{json.dumps(record)}\n" for record in kept))
         return step - len({record["step"] for record in kept})
 
@@ -113,7 +113,8 @@ class RunFolder:
         """Write the summary, which ends the run."""
         self._write(SUMMARY, json.dumps(summary, indent=1, ensure_ascii=False) + "\n")
 
-    def _records(self) -> Iterator[dict[str, Any]]:
+    def records(self) -> Iterator[dict[str, Any]]:
+        """Yield what each step told, past lines that are damaged."""
         try:
             lines = self._metrics.read_bytes().split(b"\n")
         except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""The picture of a plan: memory and time against the size of a micro-batch, with the cap drawn in."""
+"""The pictures of a plan, memory and time against the size of a micro-batch, and of a choice of batches."""
 
 from __future__ import annotations
 
@@ -26,10 +26,7 @@ def draw(plan: Plan, path: Path) -> None:
     _draw_memory(memory, plan)
     _draw_time(time, plan)
     figure.suptitle(f"A batch of {plan.rows:,} rows in micro-batches")
-    try:
-        figure.savefig(path, dpi=150)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"The picture {path} cannot be written: {error}. Name a .png, .svg or .pdf.") from None
+    _save(figure, path)
 
 
 def _draw_memory(axes: Any, plan: Plan) -> None:
@@ -79,3 +76,47 @@ def _times(choices: Sequence[Choice]) -> tuple[list[int], list[float]]:
 
 def _mebi(size: float) -> float:
     return size / 2**20
+
+
+def draw_batches(noise: Sequence[tuple[int, int, float]], branches: Sequence[tuple[int, float]], path: Path) -> None:
+    """Draw the noise of a run beside its batch, and the losses of branches against theirs.
+
+    Args:
+        noise: step, rows of its batch and noise scale.
+        branches: rows of a batch, and the loss that it came to.
+        path: the file, whose ending names the format.
+
+    Raises:
+        ConfigError: if matplotlib is missing, or the file cannot be written.
+    """
+    figures = require("matplotlib.figure", "plot", "A picture (--plot)")
+    figure = figures.Figure(figsize=(8, 3.5 * (bool(noise) + bool(branches))), layout="constrained")
+    panels = list(figure.subplots(bool(noise) + bool(branches), 1, squeeze=False)[:, 0])
+    if noise:
+        axes = panels.pop(0)
+        axes.plot(
+            [step for step, _, _ in noise], [scale for _, _, scale in noise], color="#1f77b4", label="noise scale"
+        )
+        axes.step(
+            [step for step, _, _ in noise], [rows for _, rows, _ in noise], color="0.4", label="batch", where="post"
+        )
+        axes.set_yscale("log", base=2)
+        axes.yaxis.set_major_formatter(lambda value, place: f"{value:,.3g}")
+        axes.set_xlabel("step")
+        axes.set_ylabel("rows")
+        axes.legend()
+    if branches:
+        axes = panels.pop(0)
+        axes.plot([batch for batch, _ in branches], [loss for _, loss in branches], "o-", color="#d95f02")
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter(lambda value, place: f"{value:,.0f}")
+        axes.set_xlabel("rows of a batch, each branch over the same rows")
+        axes.set_ylabel("loss afterwards")
+    _save(figure, path)
+
+
+def _save(figure: Any, path: Path) -> None:
+    try:
+        figure.savefig(path, dpi=150)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"The picture {path} cannot be written: {error}. Name a .png, .svg or .pdf.") from None
