@@ -26,6 +26,7 @@ ORDER = (
     "first_window",
     "batchnorm",
     "norms",
+    "tiling",
     "gradient",
     "distributed",
     "step",

@@ -35,6 +35,7 @@ from wholebatch.planning.arrangement import Arrangement
 from wholebatch.planning.planner import plan
 from wholebatch.policies import NominalBatch, scale_adam, scale_lr
 from wholebatch.step import Step, StepResult
+from wholebatch.tiling.blocks import tiled
 from wholebatch.verify.checking import Check, check
 from wholebatch.verify.coupling import CouplingReport, find_coupling
 
@@ -94,6 +95,7 @@ __all__ = [
     "scale_adam",
     "scale_lr",
     "shares",
+    "tiled",
     "total",
     "windows",
 ]
