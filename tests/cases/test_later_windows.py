@@ -282,6 +282,31 @@ def test_a_loss_that_is_made_of_something_else_again_and_again_is_said_to_be_not
     assert said[0].startswith("verified") and "again and again" in said[-1]
 
 
+def test_an_encoder_in_which_rows_begin_to_meet_is_refused_when_they_do() -> None:
+    phase = {"normalises": 1}
+
+    def encode(model: nn.Module, batch: Any) -> Tensor:
+        outputs: Tensor = model(batch["x"])
+        return outputs if phase["normalises"] == 1 else (outputs - outputs.mean(0)) / (1 + outputs.std(0))
+
+    def spread(encoded: Tensor) -> Tensor:
+        return torch.pdist(encoded).mean()
+
+    model = network()
+    assert wb.coupled_backward(model, encode, spread, drawn(1), 4).verified.startswith("verified")
+    phase["normalises"] = 2
+    model.zero_grad()
+    wb.coupled_backward(model, encode, spread, drawn(2), 4, verify="never")
+    assert_differs(
+        {name: p.grad for name, p in model.named_parameters()},
+        whole_batch(model, lambda model, batch: spread(encode(model, batch)), drawn(2)),
+    )
+    model.zero_grad()
+    with pytest.raises(wb.InexactError, match="Rows meet"):
+        wb.coupled_backward(model, encode, spread, drawn(2), 4)
+    assert {p.grad for p in model.parameters()} == {None}
+
+
 # Items that are stated beside a mean: right as long as nothing is ignored
 
 

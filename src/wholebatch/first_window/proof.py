@@ -51,19 +51,27 @@ class Unlike:
 
     def __init__(self, proof: Proof, attempt: Callable[[MicroBatch], str]) -> None:
         self._proof, self._attempt = proof, attempt
-        self._seen: list[tuple[MicroBatch, set[Hashable]]] = []
+        self._seen: dict[int, tuple[MicroBatch, set[Hashable]]] = {}
 
     @property
     def said(self) -> str:
         """What is shown of the window."""
         return self._proof.said
 
-    def note(self, micro_batch: MicroBatch | None, answer: ParsedLoss, steps: set[Step]) -> None:
-        """Note of which steps the loss of a micro-batch is made, and of which terms that count."""
-        if self._proof.shown and micro_batch is not None:
-            parts: set[Hashable] = {(one.__name__, other.__name__) for one, other in steps}
-            parts.update(key for key, term in answer.terms.items() if isinstance(term.weight, Tensor) or term.weight)
-            self._seen.append((micro_batch, parts))
+    def note(self, micro_batch: MicroBatch | None, answer: ParsedLoss | None, steps: set[Step]) -> None:
+        """Note of which steps the loss of a micro-batch is made, and of which terms that count.
+
+        Args:
+            micro_batch: None where other ranks still have some.
+            answer: None where several functions encode, each of which is noted.
+            steps: of its graph.
+        """
+        if not self._proof.shown or micro_batch is None:
+            return
+        parts: set[Hashable] = {(one.__name__, other.__name__) for one, other in steps}
+        terms = {} if answer is None else answer.terms
+        parts.update(key for key, term in terms.items() if isinstance(term.weight, Tensor) or term.weight)
+        self._seen.setdefault(id(micro_batch), (micro_batch, set()))[1].update(parts)
 
     def finish(self) -> None:
         """Try each micro-batch that is made of steps unlike those before; what was tried itself is like them.
@@ -71,11 +79,12 @@ class Unlike:
         Raises:
             InexactError, LossError: as the proof of the first window does.
         """
-        proof, alone = self._proof, all(micro_batch.rows < 2 for micro_batch, _ in self._seen)
-        if not proof.parts and self._seen:
-            tried = [parts for micro_batch, parts in self._seen if micro_batch.cut == proof.cut]
-            proof.parts |= tried[0] if tried else self._seen[0][1]
-        for micro_batch, parts in self._seen:
+        proof, seen = self._proof, list(self._seen.values())
+        alone = all(micro_batch.rows < 2 for micro_batch, _ in seen)
+        if not proof.parts and seen:
+            tried = [each for each in seen if each[0].cut == proof.cut] or seen
+            proof.parts |= max(tried, key=lambda each: each[0].rows)[1]  # the first of equals
+        for micro_batch, parts in seen:
             # One row of a ragged window takes other operations, such as after a squeeze, and cannot be parted.
             if parts <= proof.parts or (micro_batch.rows < 2 and not alone):
                 continue

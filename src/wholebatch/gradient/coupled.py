@@ -27,6 +27,7 @@ from wholebatch.batch.sizes import Auto, Size, Tokens
 from wholebatch.batch.window import MicroBatch, Window
 from wholebatch.errors import LossError, OutOfMemoryError, SplitError, SyncError, plainly
 from wholebatch.first_window import proven
+from wholebatch.first_window.proof import Unlike
 from wholebatch.first_window.trial import Trial
 from wholebatch.gradient.preconditions import refuse_foreign
 from wholebatch.gradient.result import Pending, Result
@@ -39,7 +40,7 @@ from wholebatch.loss.terms import LossSum, ParsedLoss, read
 from wholebatch.loss.totals import LossAccumulator, LossTotals, Sizes
 from wholebatch.model.gradients import GradientAccumulator, all_or_nothing
 from wholebatch.model.memory import is_out_of_memory, release, too_few_rows, words_of
-from wholebatch.model.reached import external_parameters
+from wholebatch.model.reached import Step, external_parameters
 from wholebatch.model.state import State
 from wholebatch.norms import pooled
 from wholebatch.options import Options, checked
@@ -161,7 +162,7 @@ def accumulate_coupled(
             new_trial = partial(Trial, info, encode, ranks, setup.scaler, setup.options, leaves, functions)
             proof = proven(new_trial, batch, micro_batches)
             setup.begin(gradients, also)
-            pending = _Coupled(setup, loss, micro_batches, order, gradients).pending()
+            pending = _Coupled(setup, loss, micro_batches, order, gradients, proof).pending()
             gradients.end()
             return pending.noted(info, proof.said)
 
@@ -248,10 +249,12 @@ class _Coupled:
         micro_batches: Sequence[MicroBatch],
         order: Sequence[int] | None,
         gradients: GradientAccumulator,
+        proof: Unlike,
     ) -> None:
         model_info, ranks, options = setup.model_info, setup.ranks, setup.options
         self.model_info, self.loss_fn, self.micro_batches, self.order = model_info, loss.loss_fn, micro_batches, order
         self.ranks, self.gradients, self.everyone = ranks, gradients, everyone(ranks, loss.gather)
+        self.proof = proof
         self.pools, self.scaler = options.get("batch_norm") == "pooled", setup.scaler
         self.encoders = [EncoderPass(model_info, function, micro_batches, options, ranks) for function in loss.encoders]
         gradients.include(ranks.leaves())
@@ -280,6 +283,8 @@ class _Coupled:
                 "a gradient. Compute it from the model's output, without detach() or torch.no_grad(), and look whether "
                 "the model is frozen (requires_grad)."
             )
+        with self.gradients.paused():
+            self.proof.finish()
         self.ranks.agree(Status.READY, LossTotals(), then=Next.UNKNOWN)
         self.ranks.settle()
         self.ranks.reduce(self.gradients)
@@ -339,21 +344,27 @@ class _Coupled:
             gradient = [None if g is None else g[place.to(g.device)] for g in gradient]
         sizes = [turn.said[0].shape[0] for turn in turns]
         parts = [[None] * len(turns) if g is None else torch.split(g, sizes) for g in gradient]
-        for turn, told in sorted(zip(turns, zip(*parts, strict=True), strict=True), key=lambda pair: not pair[0].graph):
+        told_apart = zip(turns, zip(*parts, strict=True), self.micro_batches, strict=True)
+        for turn, told, micro_batch in sorted(told_apart, key=lambda each: not each[0].graph):
             pairs = [(s, g) for s, g in zip(turn.again(), told, strict=True) if g is not None and s.requires_grad]
             if pairs:
                 outputs, seeds = zip(*pairs, strict=True)
-                self._explore(outputs)
+                self.proof.note(micro_batch, None, self._explore(outputs))
                 with self.ranks.local():
                     torch.autograd.backward(outputs, seeds)
             turn.said, turn.graph = [], False
 
-    def _explore(self, outputs: Sequence[Tensor]) -> None:
-        """Find leaves outside of the model that a backward from here adds to, so that they are kept apart too."""
-        foreign = external_parameters(outputs, self.model_info)
+    def _explore(self, outputs: Sequence[Tensor]) -> set[Step]:
+        """Find leaves outside of the model that a backward from here adds to, so that they are kept apart too.
+
+        Returns what the outputs are made of.
+        """
+        steps = set[Step]()
+        foreign = external_parameters(outputs, self.model_info, steps)
         if self.ranks.world > 1:
             refuse_foreign(foreign)
         self.gradients.include(leaf for leaf in foreign if isinstance(leaf, nn.Parameter))
+        return steps
 
 
 def _refuse_no_rows(rows: Sequence[int]) -> None:
