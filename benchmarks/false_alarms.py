@@ -255,6 +255,148 @@ def of_transformers() -> Iterator[SetUp]:
             yield SetUp(f"transformers {found[0]}", model, loss_fn, batch)
 
 
+def tokens(model: Any, batch: Any) -> Tensor:
+    """One loss for each word; what is added to the table's words is drawn in the loss functions below."""
+    said = model(batch["ids"], batch["mask"])
+    return F.cross_entropy(said.transpose(1, 2), batch["ids"] % CLASSES, reduction="none")
+
+
+def drawing() -> Iterator[SetUp]:
+    """Loss functions that draw for each row, beside dropout in the model."""
+
+    def counted(model: Any, batch: Any) -> Any:
+        return wb.mean(tokens(model, batch), (torch.rand(batch["ids"].shape) < 0.5) & batch["mask"])
+
+    def stated(model: Any, batch: Any) -> Any:
+        chosen = batch["mask"] & (torch.rand(batch["ids"].shape) < 0.7)
+        return wb.from_mean(tokens(model, batch)[chosen].mean(), items=chosen.sum())
+
+    def replaced(model: Any, batch: Any) -> Tensor:
+        hidden = torch.bernoulli(torch.full(batch["ids"].shape, 0.2)).bool()
+        return tokens(model, {**batch, "ids": batch["ids"].masked_fill(hidden, 1)}).mean(1)
+
+    def rows_kept(model: Any, batch: Any) -> Any:
+        return wb.mean(tokens(model, batch).mean(1), torch.rand(len(batch["ids"])) < 0.6)
+
+    def ordered(model: Any, batch: Any) -> Tensor:
+        places = torch.rand(batch["ids"].shape).argsort(1)[:, :4]
+        return tokens(model, batch).gather(1, places).mean(1)
+
+    def weighted(model: Any, batch: Any) -> Tensor:
+        return tokens(model, batch).mean(1) * torch.distributions.Exponential(1.0).sample((len(batch["ids"]), 1))[:, 0]
+
+    def sampled(model: Any, batch: Any) -> Tensor:
+        likely = torch.distributions.Categorical(logits=model(batch["ids"], batch["mask"]).mean(1))
+        return -likely.log_prob(likely.sample())
+
+    def softened(model: Any, batch: Any) -> Tensor:
+        return F.gumbel_softmax(model(batch["ids"], batch["mask"]).mean(1), dim=-1).square().sum(1)
+
+    def twice(model: Any, batch: Any) -> Tensor:
+        views = {name: torch.cat([value, value]) for name, value in batch.items()}
+        one, two = model(views["ids"], views["mask"]).mean(1).chunk(2)
+        return (one - two).square().sum(1) + one.square().sum(1)
+
+    each = (counted, stated, replaced, rows_kept, ordered, weighted, sampled, softened, twice)
+    inner = [(body, bodies()[body]) for body in ("encoder", "dropout", "LSTM", "attention")]
+    for loss_fn, (body, make), size in itertools.product(each, inner, (4, 2)):
+
+        def model(make: Callable[[], tuple[nn.Module, int]] = make) -> nn.Module:
+            made, width = make()
+            return Reads(made, width, per_token=True)
+
+        yield SetUp(f"{loss_fn.__name__}, {body}, by {size}", model, loss_fn, texts, size)
+
+
+class Reversed(torch.autograd.Function):
+    """Turns a gradient round, as training against a domain does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return -0.3 * gradient
+
+
+class Hooked(nn.Module):
+    """A layer with something at its gradient that acts on a sum as on its parts, or only looks."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.layer, self.kind, self.seen = nn.Linear(WIDTH, WIDTH), kind, 0.0
+        if kind == "scales":
+            self.layer.weight.register_hook(lambda gradient: 0.5 * gradient)
+        elif kind == "freezes rows":
+            self.layer.weight.register_hook(lambda gradient: gradient * (torch.arange(WIDTH) > 2)[:, None])
+        elif kind == "looks":
+            self.layer.weight.register_hook(self.look)
+        elif kind == "looks at the module":
+            self.layer.register_full_backward_hook(lambda module, given, out: None)
+
+    def look(self, gradient: Tensor) -> None:
+        self.seen = max(self.seen, float(gradient.norm()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = F.dropout(self.layer(x), 0.2, self.training)
+        if self.kind == "reverses":
+            out = Reversed.apply(out)
+        if self.kind == "rounds straight through":
+            out = out + (out.round() - out).detach()
+        if self.kind == "clamps each row":
+            out = out.clamp(-0.5, 0.5)
+        if self.kind == "scales on the graph" and out.requires_grad:
+            out.register_hook(lambda gradient: 2.0 * gradient)
+        if self.kind == "logs the mean":
+            self.seen = max(self.seen, float(out.detach().mean()))
+        return out
+
+
+KINDS = ("scales", "freezes rows", "looks", "looks at the module", "reverses", "rounds straight through")
+
+
+def hooked() -> Iterator[SetUp]:
+    """Hooks and backwards of one's own that are no fault."""
+    more = ("clamps each row", "scales on the graph", "logs the mean")
+    for kind, (loss, loss_fn) in itertools.product((*KINDS, *more), RIGHT.items()):
+        yield SetUp(f"hooked, {kind}; {loss}", lambda kind=kind: Reads(Hooked(kind)), loss_fn, texts)
+
+
+def of_images() -> Iterator[SetUp]:
+    """Image models of transformers, small, with dropout and layers that are left out by chance."""
+    import transformers
+
+    small = {"image_size": 16, "num_labels": CLASSES}
+    wide = {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 16}
+    sizes = {"hidden_sizes": [8, 12], "depths": [1, 1], "num_labels": CLASSES}
+    models: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+        "ViT": ({**small, **wide, "patch_size": 4, "hidden_dropout_prob": 0.1}, {}),
+        "DeiT": ({**small, **wide, "patch_size": 4, "hidden_dropout_prob": 0.1}, {}),
+        "ConvNext": ({**sizes, "num_stages": 2, "drop_path_rate": 0.2}, {}),
+        "Swin": (
+            {**small, "patch_size": 2, "embed_dim": 8, "depths": [1, 1], "num_heads": [2, 2], "window_size": 2},
+            {},
+        ),
+        "ResNet": ({**sizes, "embedding_size": 8, "layer_type": "basic"}, {"batch_norm": "exact"}),
+    }
+    for family, (shape, options) in models.items():
+
+        def model(family: str = family, shape: dict[str, Any] = shape) -> nn.Module:
+            made = getattr(transformers, f"{family}ForImageClassification")
+            built: nn.Module = made(made.config_class(**shape)).train()
+            return built
+
+        def batch() -> Any:
+            draws = torch.Generator().manual_seed(1)
+            return torch.randn(ROWS, 3, 16, 16, generator=draws), torch.arange(ROWS) % CLASSES
+
+        def loss_fn(model: nn.Module, batch: Any) -> Tensor:
+            return F.cross_entropy(model(batch[0]).logits, batch[1], reduction="none")
+
+        yield SetUp(f"transformers {family}ForImageClassification", model, loss_fn, batch, 4, options)
+
+
 def faulty() -> Iterator[SetUp]:
     """Faults of loops and losses, each beside dropout and without."""
 
@@ -308,8 +450,23 @@ def faulty() -> Iterator[SetUp]:
     def by_number(model: Any, batch: Any) -> Any:
         return wb.total(values(model, batch).mean())
 
+    def over_drawn_rows(model: Any, batch: Any) -> Any:
+        losses, kept = values(model, batch), torch.rand(len(batch["y"])) < 0.6
+        return wb.from_mean((losses * kept).sum() / kept.sum().clamp(min=1), items=len(losses))
+
+    def over_drawn_places(model: Any, batch: Any) -> Any:
+        hidden = (torch.rand(batch["ids"].shape) < 0.4) & batch["mask"]
+        losses = values(model, {**batch, "ids": batch["ids"].masked_fill(hidden, 1)})
+        return wb.from_mean((losses * hidden.sum(1)).sum() / hidden.sum().clamp(min=1), items=len(losses))
+
+    def shuffled(model: Any, batch: Any) -> Tensor:
+        other = torch.rand(len(batch["y"])).argsort()
+        said = model(batch["ids"], batch["mask"])
+        return F.cross_entropy(0.7 * said + 0.3 * said[other], batch["y"], reduction="none")
+
     wrong = (in_batch, normalised, per_class, clears, goes_backward, moves, means, one_too_many, once, rooted, hardest)
-    for loss_fn, drop in itertools.product((*wrong, by_number), (0.0, 0.3)):
+    by_chance = (over_drawn_rows, over_drawn_places, shuffled)
+    for loss_fn, drop in itertools.product((*wrong, by_number, *by_chance), (0.0, 0.3)):
 
         def model(drop: float = drop) -> nn.Module:
             return Reads(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(drop), nn.Tanh()))
@@ -400,7 +557,15 @@ def runs_plainly(each: SetUp) -> str:
     return said if said.startswith("failed") else ""
 
 
-GROUPS = {"torch": of_torch, "images": images, "transformers": of_transformers, "faulty": faulty}
+GROUPS = {
+    "torch": of_torch,
+    "images": images,
+    "draws": drawing,
+    "hooks": hooked,
+    "transformers": of_transformers,
+    "transformers' images": of_images,
+    "faulty": faulty,
+}
 
 
 def main() -> None:

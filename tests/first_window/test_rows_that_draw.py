@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -262,6 +263,28 @@ def test_a_dropout_of_chosen_places_acts_on_each_number_and_needs_no_word() -> N
     said = wb.backward(linear(), loss_fn, batch(), 8).verified
     assert said.startswith("verified on 8 rows") and "not shown" not in said, said
     assert wb.check(linear(), loss_fn, batch(), 8).ok
+
+
+def test_a_mask_made_by_dropout_that_is_counted_is_refused() -> None:
+    def counts(model: Any, batch: Any) -> wb.LossSum:
+        values = tokens(model, batch)
+        kept = F.dropout(torch.ones_like(values), 0.7)
+        return wb.from_mean((values * kept).sum() / kept.sum(), items=len(values))
+
+    with pytest.raises(InexactError, match="of their own"):
+        wb.backward(linear(), counts, batch(), 8)
+    assert wb.check(linear(), counts, batch(), 8).verdict == "not exact"
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_rows_that_pythons_own_numbers_shuffle_are_never_verified_by_chance(seed: int) -> None:
+    def shuffled(model: Any, batch: Any) -> Tensor:
+        partner = list(range(len(batch["x"])))
+        random.shuffle(partner)
+        return mixed(model, batch, torch.tensor(partner))
+
+    random.seed(seed)
+    assert wb.backward(linear(), shuffled, batch(), 8).verified.startswith("not verified: NumPy's or Python's")
 
 
 def test_the_detector_finds_rows_that_a_drawn_order_brings_together() -> None:

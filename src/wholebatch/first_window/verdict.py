@@ -42,6 +42,13 @@ class NotTried(Exception):
     """Why something could not be tried, in words."""
 
 
+class DrawnElsewhere(NotTried):
+    """Draws that nobody can hold still matter: fewer rows would add up by chance alone."""
+
+    def __init__(self) -> None:
+        super().__init__("NumPy's or Python's own random numbers are drawn in the forward, and can't be held still")
+
+
 class Judge:
     """Tries samples of a window until one says something.
 
@@ -79,6 +86,8 @@ class Judge:
                     if not self._try_beside(beside) and outcome.own:
                         self._try_beside([sample])
                     return said
+            except DrawnElsewhere:
+                raise
             except NotTried as error:
                 reason = str(error)
         raise NotTried(reason)
@@ -126,7 +135,10 @@ class Judge:
 
         Raises:
             InexactError: if something is bent that has met all rows: it adds up as long as no part is beyond.
+            NotTried: if draws that nobody can hold still matter, so that it adds up by chance.
         """
+        if outcome.elsewhere and not self.trial.repeat(sample, carry=True).adds_up:
+            raise DrawnElsewhere
         beyond = refuse_bent(self.trial, sample, outcome, alone=self._ready_made_alone(sample))
         return verified(sample, outcome) + beyond + of_draws(outcome.held, self.trial.shared(sample, outcome))
 
@@ -181,7 +193,7 @@ class Judge:
         """
         again = self.trial.repeat(sample)
         if outcome.elsewhere:
-            raise NotTried("NumPy's or Python's own random numbers are drawn in the forward, and can't be held still")
+            raise DrawnElsewhere
         if again.loss <= again.tolerance and again.miscounted is None:  # a state would show in the loss
             return
         raise InexactError(
