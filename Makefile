@@ -47,6 +47,7 @@ bench: .venv/.bench
 	$(BIN)/python benchmarks/recovery.py
 	$(BIN)/python benchmarks/long_rows.py
 	$(BIN)/python benchmarks/precision.py
+	$(BIN)/python benchmarks/batch_growth.py
 	$(BIN)/python benchmarks/soak.py
 	$(BIN)/python benchmarks/attacks.py
 	$(BIN)/python benchmarks/ranks.py

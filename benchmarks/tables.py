@@ -124,6 +124,19 @@ def recovery(result: Result) -> list[str]:
     return [*lines, "", f"CPU time, undisturbed = 1; {measured_on(result)} (`benchmarks/recovery.py`)."]
 
 
+def batch_growth(result: Result) -> list[str]:
+    lines = ["| batch | steps | bits per byte, held out | noise scale at the end, rows |", "|---|---|---|---|"]
+    for row in result["rows"]:
+        steps = ", ".join(f"{each:,}" for each in dict.fromkeys(row["steps"]))
+        losses = ", ".join(f"{each:.3f}" for each in row["held_out"])
+        noise = ", ".join("-" if each is None else f"{each:.0f}" for each in row["noise_scale"])
+        lines.append(f"| {row['batch']} | {steps} | {losses} | {noise} |")
+    s = result["settings"]
+    size = f"The built-in language model ({s['model']}), {s['rows']:,} rows each, {s['seeds']} seeds"
+    rates = f"AdamW at {s['lr']:g} for a batch of 16, others by the square root rule, constant"
+    return [*lines, "", f"{size}; {rates}; {measured_on(result)} (`benchmarks/batch_growth.py`)."]
+
+
 def attacks(result: Result) -> list[str]:
     lines = ["| attack | places | tried | went on | raised, nothing changed | group lost, said so | wrong |"]
     lines.append("|---" * 7 + "|")
@@ -239,6 +252,7 @@ def measured_on(result: Result) -> str:
 
 TABLES: dict[str, Callable[[Result], list[str]]] = {
     "attacks": attacks,
+    "batch_growth": batch_growth,
     "coupled": coupled,
     "exactness": exactness,
     "long_rows": long_rows,
