@@ -192,6 +192,20 @@ def test_a_models_own_loss(kind: str, changes: Any, rows: Rows, stock: tuple[flo
         assert logged == pytest.approx(float(reference.loss), rel=1e-5)
 
 
+@pytest.mark.parametrize("size", [None, wb.Auto(4)], ids=["its own", "auto"])
+@pytest.mark.parametrize("kind", ["LlamaForCausalLM", "GPT2LMHeadModel"])
+def test_a_window_in_tiles_and_without_logits(kind: str, size: Any, tmp_path: Path) -> None:
+    model, rows = tiny(kind), texts()
+    run = Run(exact(transformers.Trainer, size, tiled=True), model, rows, tmp_path)
+    expected = references(model, rows)
+    for ours, reference, logged in zip(run.gradients.steps, expected, run.losses, strict=True):
+        assert_same_gradient(ours, reference)
+        assert logged == pytest.approx(float(reference.loss), rel=1e-5)
+    assert "lm_head" in run.trainer.tiles.names and sum("mlp" in name for name in run.trainer.tiles.names) == 2
+    if kind == "GPT2LMHeadModel":  # which is told of no window: the usual way is off
+        assert_differs(Run(transformers.Trainer, model, rows, tmp_path).gradients.steps[0], expected[0])
+
+
 @pytest.mark.parametrize(
     "size", [3, wb.Tokens(40), wb.Auto(4), wb.Tokens(400)], ids=["rows", "tokens", "auto", "one-piece"]
 )

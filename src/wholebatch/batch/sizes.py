@@ -22,6 +22,9 @@ from wholebatch.errors import SplitError
 Length: TypeAlias = "Callable[[Any], int] | str | Sequence[str] | None"
 Size: TypeAlias = "int | Tokens | Auto | None"
 
+WAYS: tuple[tuple[str, ...], ...] = ((), ("tiles",), ("checkpointing",), ("checkpointing", "tiles"))
+"""How less of one row is kept, in the order of what it costs: `wholebatch.tiled`, `wholebatch.checkpointed`, both."""
+
 OVERHEAD_TOKENS = 67.0
 LONGEST_STRETCH = 1024
 
@@ -288,13 +291,16 @@ class Auto:
     remembered.
 
     After a quiet stretch of windows a size larger by a quarter is tried again, never one beyond ``start``. Each
-    failure doubles the stretch, so that a size that does not fit is tried ever more rarely.
+    failure doubles the stretch, so that a size that does not fit is tried ever more rarely. Where one row alone does
+    not fit, less of it is kept: in tiles of its positions, with checkpointed blocks, or both, while a window lasts.
 
     Args:
         start: rows, or `Tokens`.
 
     Attributes:
         failures: how often memory has run out.
+        way: what is done below a row, the number of one of `WAYS`; 0 where rows fit as they are.
+        tiles: the model that runs over tiles, with what undoes it, where that was tried.
 
     Raises:
         TypeError: for a start that is neither.
@@ -314,7 +320,8 @@ class Auto:
         self.start: int | Tokens = start
         self._limit = self._most
         self._stretch = 8
-        self._quiet = self.failures = 0
+        self._quiet = self.failures = self.way = 0
+        self.tiles: tuple[Any, Any] | None = None
 
     def __repr__(self) -> str:
         return f"Auto({self.start!r}, now {self._limit})"
@@ -356,7 +363,7 @@ class Auto:
 
     def state_dict(self) -> dict[str, int]:
         """Return what was found, as plain numbers."""
-        return {"limit": self._limit, "stretch": self._stretch, "quiet": self._quiet}
+        return {"limit": self._limit, "stretch": self._stretch, "quiet": self._quiet, "way": self.way}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Go on from what was found before; a smaller ``start`` than then keeps its word.
@@ -364,11 +371,19 @@ class Auto:
         Raises:
             ValueError: if a number is missing or out of range.
         """
-        numbers = {name: whole_entry(state, name) for name in self.state_dict()}
-        if numbers["limit"] < 1 or numbers["stretch"] < 1 or numbers["quiet"] < 0:
+        earlier: Any = state
+        if isinstance(earlier, Mapping):
+            earlier = {"way": 0, **earlier}  # a version before knew no ways
+        numbers = {name: whole_entry(earlier, name) for name in self.state_dict()}
+        if (
+            numbers["limit"] < 1
+            or numbers["stretch"] < 1
+            or numbers["quiet"] < 0
+            or numbers["way"] not in range(len(WAYS))
+        ):
             raise ValueError(f"{shown(state)} is no state of Auto. Load what its state_dict() returned.")
         self._limit = min(self._most, numbers["limit"])
-        self._stretch, self._quiet = numbers["stretch"], numbers["quiet"]
+        self._stretch, self._quiet, self.way = numbers["stretch"], numbers["quiet"], numbers["way"]
 
 
 def is_number(value: Any) -> bool:

@@ -17,6 +17,7 @@ from wholebatch.batch.sizes import Auto, Tokens
 from wholebatch.batch.tree import BatchTree
 from wholebatch.batch.window import MicroBatch
 from wholebatch.errors import OutOfMemoryError
+from wholebatch.gradient.below_row import BelowRow
 from wholebatch.model.gradients import GradientAccumulator
 from wholebatch.model.inspection import ModelInfo
 from wholebatch.model.memory import is_out_of_memory, peak_bytes, release, too_few_rows, words_of
@@ -57,6 +58,7 @@ class OutOfMemoryRetry:
 
     def __init__(self, auto: Auto, model_info: ModelInfo, gradients: GradientAccumulator) -> None:
         self._auto, self._model_info, self._gradients = auto, model_info, gradients
+        self.below = BelowRow(auto, model_info.model)
         self._failed = self._redone = False
         self._passed: set[MicroBatch] = set()
 
@@ -98,16 +100,19 @@ class OutOfMemoryRetry:
         for record, mark in marks:
             record.rewind(mark)
         self._failed = True
-        self._auto.shrink(micro_batch.held)
         halves = micro_batch.halves()
-        if halves is None:
+        if halves is not None:
+            self._auto.shrink(micro_batch.held)
+        elif self.below.deepen():
+            self._auto.failures += 1
+        else:
             raise OutOfMemoryError(self._final(micro_batch, said))
         if self._gradients.moved(sums):
             if self._redone:  # what has come through once does not always: be done with it
                 self._passed.clear()
             self._redone = True
             raise RestartWindow(self.fitting)
-        return sum(self.run(half, records, work) for half in halves)
+        return sum(self.run(half, records, work) for half in halves or [micro_batch])
 
     def _try(self, micro_batch: MicroBatch, work: Callable[[MicroBatch], None]) -> str | None:
         """Do the work; return what was said if memory ran out, with no frame of it left alive."""
@@ -138,7 +143,6 @@ class OutOfMemoryRetry:
         held = "" if peak is None else f" The device has held up to {peak / 2**30:.2f} GiB."
         return (
             f"One row alone does not fit into memory, or is too few where larger ones do not fit: {leaves}. It failed "
-            f"with: {said}{held} No smaller micro-batch is left. Try activation checkpointing "
-            f"(wb.checkpointed(model)), "
-            f"offload=True on a device, shorter rows, or parameters in {torch.bfloat16}."
+            f"with: {said}{held} No smaller micro-batch is left, nor a way to keep less of a row (wb.tiled, "
+            f"wb.checkpointed). Try offload=True on a device, shorter rows, or parameters in {torch.bfloat16}."
         )

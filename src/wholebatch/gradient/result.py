@@ -27,6 +27,7 @@ class Result:
         sizes: the rows and items of each of them, in the order in which they ran; empty where a schedule of torch's own
             runs them, and without items where the loss is one of all rows.
         verified: what the first window has proven of windows like this one, or what could not be tried and why.
+        ways: how less of a row was kept, where one row did not fit (`wholebatch.Auto`): "tiles", "checkpointing".
         without_gradient: names of the model's parameters that require a gradient and got none from this window.
 
     All tensors are detached, without dimensions, and still on the device: reading one waits for it.
@@ -41,6 +42,7 @@ class Result:
     sizes: Sizes = field(default_factory=Sizes, kw_only=True)
     verified: str = field(default="", kw_only=True)
     without_gradient: tuple[str, ...] = field(default=(), kw_only=True)
+    ways: tuple[str, ...] = field(default=(), kw_only=True)
 
 
 @dataclass

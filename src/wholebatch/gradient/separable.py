@@ -12,6 +12,7 @@ batch. A micro-batch sees only its share of them. Its backward is exact if its s
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from typing_extensions import Unpack
 
-from wholebatch.batch.sizes import Size
+from wholebatch.batch.sizes import WAYS, Size
 from wholebatch.batch.window import MicroBatch
 from wholebatch.batchnorm import window_for
 from wholebatch.errors import SyncError, plainly
@@ -197,7 +198,7 @@ class _WindowRun:
 
     def pending(self) -> Pending:
         """Run the window, and measure its noise if that is due."""
-        with self.noise:
+        with self.noise, nullcontext() if self.recovery is None else self.recovery.below:
             pending = self._pending()
         self.noise.over()
         return pending
@@ -363,7 +364,8 @@ class _WindowRun:
             refuse_silence(self.loss_fn, self.setup.model_info, again)
         rows = sum(micro_batch.rows for micro_batch in self.micro_batches)
         said = sums.report(self.setup.model_info.device)
-        result = Result(**said, micro_batches=ran, rows=rows, sizes=tally.sizes(sums.schema))
+        ways = () if self.setup.auto is None else WAYS[self.setup.auto.way]
+        result = Result(**said, micro_batches=ran, rows=rows, sizes=tally.sizes(sums.schema), ways=ways)
         return Pending(result, self.gradients, factor, sums.alive, tally.losses, tally.flags)
 
     def _agreed(self, here: LossTotals, denominators: Denominators, ran: int) -> LossTotals:

@@ -40,7 +40,12 @@ DEFERRING = ("accumulate_in", "offload")
 
 
 def exact(
-    trainer: type[T], micro_batch_size: Size = None, *, coupled: bool = False, **options: Unpack[Options]
+    trainer: type[T],
+    micro_batch_size: Size = None,
+    *,
+    coupled: bool = False,
+    tiled: bool = False,
+    **options: Unpack[Options],
 ) -> type[T]:
     """Return a subclass of a Trainer whose step is the whole window's, whatever `gradient_accumulation_steps`.
 
@@ -61,6 +66,8 @@ def exact(
             (negatives of the batch, CLIP, sorted rows) and those of several means: `compute_loss` then sees what the
             model says of every row. Micro-batches are run twice, as by `wb.coupled_backward`, and what the model
             returns for the window is held.
+        tiled: trains with the model's blocks over tiles of positions, and takes a causal model's own loss without
+            logits, as :func:`wholebatch.tiled` does: for long rows. Undone by ``trainer.tiles.remove()``.
         **options: as of `wb.backward`; `items=` counts what a bare number averages over in a micro-batch.
 
     Raises:
@@ -76,7 +83,7 @@ def exact(
         told = "items=" if items is not None else f"micro_batch_size={micro_batch_size!r}"
         raise TypeError(f"{told} has no meaning under coupled=True, which takes the loss of all rows. Leave it out.")
     settings = {"_size": micro_batch_size, "_items": items and staticmethod(items), "_options": options}
-    settings["_coupled"] = coupled
+    settings |= {"_coupled": coupled, "_tiled": tiled}
     own = () if trainer is transformers.Trainer else (trainer,)
     return cast("type[T]", type(f"Exact{trainer.__name__}", (Outside, *own, Inside), settings))
 
@@ -88,6 +95,7 @@ class Inside(transformers.Trainer):
     _items: Counter | None = None
     _options: ClassVar[Options] = {}
     _coupled: bool = False
+    _tiled: bool = False
     _shares: Shares | None = None
     _waiting: Waiting | None = None
     _last: Any = None
@@ -105,6 +113,11 @@ class Inside(transformers.Trainer):
         own = compute_loss is transformers.Trainer and self.compute_loss_func is None
         believes = dict(self._options).get("verify") == "never"
         return Meaning(self, self._items, own, lambda: shifts(self), believes)
+
+    @functools.cached_property
+    def tiles(self) -> wb.tiling.blocks.Tiled | None:
+        """What runs over tiles of positions, under ``tiled=True`` and from the first training on."""
+        return wb.tiled(cast("nn.Module", self.model)) if self._tiled else None
 
     @functools.cached_property
     def _coupling(self) -> Coupling:
@@ -127,6 +140,7 @@ class Inside(transformers.Trainer):
     def get_train_dataloader(self) -> Any:
         """Leave the samples as they are where the window is cut again, and repeat no row to even ranks out."""
         refuse(self, self._size, self._stays)
+        _ = self.tiles
         collator, loading = self.data_collator, self.accelerator.dataloader_config
         even = loading.even_batches
         self.data_collator = cast("Any", _as_they_are if self._cuts_samples else collator)

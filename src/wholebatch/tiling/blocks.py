@@ -63,10 +63,19 @@ class Tiled:
     def __exit__(self, kind: type[BaseException] | None, error: object, trace: TracebackType | None) -> None:
         self.remove()
 
-    def remove(self) -> None:
-        """Let blocks and heads run as they did before."""
+    def pause(self) -> None:
+        """Let blocks and heads run as they did, and remember what was tried."""
         for each in self._every.values():
             each.remove()
+
+    def resume(self) -> None:
+        """Let them run over tiles again."""
+        for each in self._every.values():
+            each.put()
+
+    def remove(self) -> None:
+        """Let blocks and heads run as they did before."""
+        self.pause()
         self.blocks, self.heads = {}, {}
 
 
@@ -117,9 +126,9 @@ def tiled(
     twice += [name for name, each in heads.items() if each.taken]
     if twice:
         raise ValueError(f"{twice[0]!r} runs over tiles already. Call remove() on the first handle.")
-    for each in heads.values():
-        each.take()
-    return Tiled({name: Tile(*place, positions) for name, place in found.items()}, heads)
+    handle = Tiled({name: Tile(*place, positions) for name, place in found.items()}, heads)
+    handle.resume()
+    return handle
 
 
 def _candidates(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:

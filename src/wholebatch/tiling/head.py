@@ -131,8 +131,10 @@ class CausalHead:
         """Whether another one serves the model already."""
         return isinstance(vars(self.model).get("forward"), _Forward)
 
-    def take(self) -> None:
+    def put(self) -> None:
         """Put the model's loss, forward and head in our hands."""
+        if self._replaced:
+            return
         own = self.model.loss_function
         self._put(self.model, "_loss_function", _Loss(self, own))
         self._put(self.model, "forward", _Forward(self, self.model.forward))

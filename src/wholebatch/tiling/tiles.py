@@ -58,8 +58,14 @@ class Tile:
         functools.update_wrapper(self, own, updated=())
         self.refusals: dict[Hashable, str] = {}
         self._module, self._method, self._own, self._positions = module, method, own, positions
-        self._before = vars(module).get(method)
-        setattr(module, method, self)
+        self._before: Any = None
+
+    def put(self) -> None:
+        """Stand in the method's place."""
+        own = getattr(self._module, self._method)
+        if own is not self:
+            self._own, self._before = own, vars(self._module).get(self._method)
+            setattr(self._module, self._method, self)
 
     def remove(self) -> None:
         """Put back what was there."""

@@ -77,6 +77,9 @@ class Config:
     what autograd saves. Left out: all there is."""
     checkpoint: bool = False
     """Let blocks compute their activations again in the backward instead of keeping them: less memory, more time."""
+    tiled: bool = False
+    """Run blocks in which positions do not meet over tiles of a row, and take a model folder's loss without logits: for
+    rows longer than memory."""
     offload: bool = False
     """Keep on the host what autograd saves; needs a GPU."""
 

@@ -9,8 +9,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from wholebatch.loss.terms import LossSum, from_mean
+from wholebatch.losses import causal_lm
 from wholebatch.model.checkpointing import checkpointed
 from wholebatch.model.memory import counting_again
+from wholebatch.tiling.blocks import tiled
 from wholebatch.train.config import Config
 from wholebatch.train.errors import ConfigError
 from wholebatch.train.extras import require
@@ -35,6 +38,12 @@ class Language(Protocol):
 
     def logits(self, model: Any, tokens: Tensor, real: Tensor) -> Tensor:
         """Return (rows, length, vocabulary) from tokens (rows, length), padded on the right where not real."""
+
+    def loss(self, model: Any, tokens: Tensor, labels: Tensor, ignored: int) -> LossSum:
+        """Return the cross entropy of every next token that is not ignored."""
+
+    def tile(self) -> None:
+        """Let the model's blocks run over tiles of positions."""
 
     def export(self, folder: Path) -> None:
         """Write beside the weights what others need to open them."""
@@ -66,6 +75,14 @@ class Bytes:
         """Return the logits of each next byte."""
         logits: Tensor = model(tokens)
         return logits
+
+    def loss(self, model: Any, tokens: Tensor, labels: Tensor, ignored: int) -> LossSum:
+        """Return the loss of all logits: 257 of a token are few."""
+        return causal_lm(self.logits(model, tokens, labels != ignored), labels)
+
+    def tile(self) -> None:
+        """Run each block's MLP over tiles."""
+        tiled(self.model)
 
     def proceed(self, model: Any, prompt: str, length: int) -> str:
         """Draw bytes at temperature 0.8, the same ones every time, until the row ends."""
@@ -108,6 +125,7 @@ class HuggingFace:
             first = str(error).strip().splitlines()[0]
             raise ConfigError(f"{folder} does not hold a causal model with its tokenizer: {first}") from None
         self.model: nn.Module = loaded.float()
+        self._tiled = False
         # Keys and values are kept for generation; in training they only take memory.
         loaded.config.use_cache = False
         self.end: int | None = self.tokenizer.eos_token_id
@@ -129,6 +147,19 @@ class HuggingFace:
         """Return the logits of each next token."""
         logits: Tensor = model(input_ids=tokens, attention_mask=real.long()).logits
         return logits
+
+    def loss(self, model: Any, tokens: Tensor, labels: Tensor, ignored: int) -> LossSum:
+        """Return the loss of the logits, or the model's own where these are not made."""
+        real = labels != ignored
+        if not self._tiled:
+            return causal_lm(self.logits(model, tokens, real), labels)
+        count = real[:, 1:].sum()
+        own = model(input_ids=tokens, attention_mask=real.long(), labels=labels).loss
+        return from_mean(own, count)
+
+    def tile(self) -> None:
+        """Run the model's blocks over tiles, and take its own loss without logits."""
+        self._tiled = bool(tiled(self.model).heads)
 
     def proceed(self, model: Any, prompt: str, length: int) -> str:
         """Take the likeliest token, again and again, as far as the model has positions."""

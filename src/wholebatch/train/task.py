@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 from torch import Tensor, nn
 
 import wholebatch as wb
+from wholebatch.train.errors import ConfigError
 
 Batch: TypeAlias = "dict[str, Tensor]"
 Loss: TypeAlias = "wb.LossSum | tuple[wb.LossSum, dict[str, Tensor]]"
@@ -50,6 +51,14 @@ class Task(ABC):
         Raises:
             ConfigError: if it has no blocks that would.
         """
+
+    def tile(self) -> None:
+        """Run the model's blocks over tiles of positions.
+
+        Raises:
+            ConfigError: if its rows have no positions.
+        """
+        raise ConfigError("tiled is on, but only rows of text have positions to be cut at. Leave it out.")
 
     @abstractmethod
     def collate(self, samples: list[Any]) -> Batch:

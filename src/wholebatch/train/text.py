@@ -62,6 +62,10 @@ class Text(Task):
         """Checkpoint the decoder's blocks, or switch the Hugging Face model's own checkpointing on."""
         self.language.checkpoint()
 
+    def tile(self) -> None:
+        """Run the feed-forward blocks over tiles."""
+        self.language.tile()
+
     def collate(self, samples: list[Row]) -> Batch:
         """Pad rows on the right to the longest of them."""
         tokens = [sample.tokens for sample in samples]
@@ -72,7 +76,7 @@ class Text(Task):
     def loss(self, model: Any, micro_batch: Batch) -> wb.LossSum:
         """Return the cross entropy of every next token that is real."""
         labels = micro_batch["labels"]
-        return wb.losses.causal_lm(self.language.logits(model, micro_batch["tokens"], labels != IGNORED), labels)
+        return self.language.loss(model, micro_batch["tokens"], labels, IGNORED)
 
     def count(self, samples: Sequence[Row]) -> tuple[int, int]:
         """Return real and padded tokens."""

@@ -81,6 +81,8 @@ class Trainer:
         self.model = task.model.to(self.device)
         if config.checkpoint:
             task.checkpoint()
+        if config.tiled:
+            task.tile()
         self.plain = copy.deepcopy(self.model) if self.team.sharded else self.model
         shared = self.team.share(self.model)
         if config.offload and self.device.type == "cpu":
