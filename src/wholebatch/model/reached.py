@@ -37,15 +37,19 @@ def nodes_of(outputs: Iterable[Tensor], ends: list[Node] | None = None, steps: s
     """
     nodes = [node for node in (output.grad_fn for output in outputs) if node is not None]
     seen = set(nodes)
+    made: set[Step] = set() if steps is None else steps
     for node in nodes:  # which grows meanwhile
         further = node.next_functions
         if not further and ends is not None:
             ends.append(node)
-        if steps is not None and len(nodes) < NEAR:
-            kind = Silenced if type(node) is MULTIPLIED and _by_zero(node) else type(node)
-            steps.update([(kind, type(following)) for following, _ in further if following is not None])
+        near = steps is not None and len(nodes) < NEAR
+        kind = Silenced if near and type(node) is MULTIPLIED and _by_zero(node) else type(node)
         for following, _ in further:
-            if following is not None and following not in seen:
+            if following is None:
+                continue
+            if near:
+                made.add((kind, type(following)))
+            if following not in seen:
                 seen.add(following)
                 nodes.append(following)
     return nodes
