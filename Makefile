@@ -46,6 +46,7 @@ bench: .venv/.bench
 	$(BIN)/python benchmarks/memory.py
 	$(BIN)/python benchmarks/recovery.py
 	$(BIN)/python benchmarks/long_rows.py
+	$(BIN)/python benchmarks/long_rows.py --decoder --tokens 256 --width 64
 	$(BIN)/python benchmarks/precision.py
 	$(BIN)/python benchmarks/batch_growth.py
 	$(BIN)/python benchmarks/soak.py

@@ -8,6 +8,11 @@ counts from the start of the step, so without hidden states and head. Ways take 
 within each round.
 
     python benchmarks/long_rows.py --tokens 2048 --width 256 --rounds 7
+
+Then a whole decoder, one row at a time: as much memory as it takes for a row of so many tokens, all logits at once, is
+the cap; the row is doubled, way by way, as long as the peak stays below it.
+
+    python benchmarks/long_rows.py --decoder --tokens 256 --width 64
 """
 
 from __future__ import annotations
@@ -25,6 +30,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import wholebatch as wb
+from wholebatch.train.model import Block, Decoder
 
 CHUNK = 256
 """Tokens of a chunk where they are computed again: as many as ours takes by itself at this width."""
@@ -72,16 +78,73 @@ class Row:
         return list(torch.autograd.grad(way(self.hidden, self.weight, self.labels), (self.hidden, self.weight)))
 
     def peak(self, way: Way) -> int:
-        """Say how many bytes more than at its start torch's allocator held during a step."""
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-            self.step(way)
-        events = profile.profiler.kineto_results.events()  # type: ignore[union-attr]
-        changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
-        held = peak = 0
-        for _, change in changes:
-            held += change
-            peak = max(peak, held)
-        return peak
+        return peak_of(lambda: self.step(way))
+
+
+def peak_of(step: Callable[[], object]) -> int:
+    """Say how many bytes more than at its start torch's allocator held during a step."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        step()
+    events = profile.profiler.kineto_results.events()  # type: ignore[union-attr]
+    changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
+    held = peak = 0
+    for _, change in changes:
+        held += change
+        peak = max(peak, held)
+    return peak
+
+
+class Causal(torch.nn.Module):
+    """The program's decoder, which can return hidden states in the place of logits."""
+
+    def __init__(self, width: int, vocabulary: int) -> None:
+        super().__init__()
+        self.decoder = Decoder(vocabulary, width, layers=4, heads=4)
+        self.head, self.decoder.head = self.decoder.head, torch.nn.Identity()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.decoder(tokens)
+
+
+def of_all_logits(model: Any, tokens: Tensor) -> wb.LossSum:
+    return wb.losses.causal_lm(model.head(model(tokens)), tokens)
+
+
+def of_hidden_states(model: Any, tokens: Tensor) -> wb.LossSum:
+    return wb.losses.causal_lm_head(model(tokens), model.head.weight, tokens, model.head.bias)
+
+
+def longest_rows(tokens: int, width: int, vocabulary: int, most: int = 16) -> list[dict[str, Any]]:
+    """Double a row, way by way, as long as a step stays below the peak of the plain way's row."""
+    ways: dict[str, tuple[Callable[[Any, Tensor], wb.LossSum], list[Callable[[Any], Any]]]] = {
+        "all logits at once": (of_all_logits, []),
+        "checkpointed blocks, all logits": (of_all_logits, [wb.checkpointed]),
+        "loss of the hidden states": (of_hidden_states, []),
+        "and tiles": (of_hidden_states, [wb.tiled]),
+        "and checkpointed blocks": (of_hidden_states, [lambda model: wb.checkpointed(model, Block)]),
+        "and both": (of_hidden_states, [lambda model: wb.checkpointed(model, Block), wb.tiled]),
+    }
+    cap, rows = 0, []
+    for name, (loss, wrappers) in ways.items():
+        torch.manual_seed(0)
+        model = Causal(width, vocabulary)
+        handles = [wrapper(model) for wrapper in wrappers]
+        length, peak = tokens, 0
+        while length <= most * tokens:
+            row = torch.randint(vocabulary, (1, length))
+            model.zero_grad()
+            wb.backward(model, loss, row[:, :64], verify="never")  # what is tried once is tried now
+            model.zero_grad()
+            found = peak_of(lambda: wb.backward(model, loss, row, verify="never"))  # noqa: B023
+            cap = cap or found
+            if found > cap:
+                break
+            peak, length = found, 2 * length
+        for handle in reversed(handles):
+            handle.remove()
+        rows.append({"way": name, "tokens": length // 2, "peak": peak, "cap": cap, "ratio": length // 2 / tokens})
+        print(f"{name:34} {length // 2:7,} tokens ({length // 2 / tokens:g} x) in {peak / 2**20:.0f} MiB", flush=True)
+    return rows
 
 
 def distance(found: list[Tensor], truth: list[Tensor]) -> float:
@@ -126,9 +189,15 @@ def main() -> None:
     parser.add_argument("--vocabularies", type=int, nargs="+", default=[32000, 128256])
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--decoder", action="store_true", help="the longest rows of a whole decoder")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the result")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
+    if options.decoder:
+        vocabulary = options.vocabularies[-1]
+        settings = {"tokens": options.tokens, "width": options.width, "vocabulary": vocabulary}
+        print(save("longest_rows", settings, longest_rows(options.tokens, options.width, vocabulary), options.out))
+        return
     rows = []
     for vocabulary in options.vocabularies:
         rows += measure(options.tokens, options.width, vocabulary, options.rounds)

@@ -113,6 +113,17 @@ def long_rows(result: Result) -> list[str]:
     return [*lines, "", f"{size}; {against}; {measured_on(result)} (`benchmarks/long_rows.py`)."]
 
 
+def longest_rows(result: Result) -> list[str]:
+    lines = ["| way | longest row tried that fits | its peak |", "|---|---|---|"]
+    for row in result["rows"]:
+        longest = f"{row['tokens']:,} tokens, {row['ratio']:g} x"
+        lines.append(f"| {row['way']} | {longest} | {row['peak'] / 2**20:,.0f} MiB |")
+    s, most = result["settings"], max(row["ratio"] for row in result["rows"])
+    size = f"A decoder of 4 blocks, {s['vocabulary']:,} words, width {s['width']}, a step of one row in the memory that"
+    tried = f"a row of {s['tokens']} tokens takes with all logits; rows were doubled up to {most:g} times that"
+    return [*lines, "", f"{size} {tried}; {measured_on(result)} (`benchmarks/long_rows.py --decoder`)."]
+
+
 def recovery(result: Result) -> list[str]:
     lines = [
         "| window | in the forward | late in the backward | redone by hand | windows after it | gradient error |",
@@ -256,6 +267,7 @@ TABLES: dict[str, Callable[[Result], list[str]]] = {
     "coupled": coupled,
     "exactness": exactness,
     "long_rows": long_rows,
+    "longest_rows": longest_rows,
     "memory": memory,
     "overhead": overhead,
     "precision": precision,
