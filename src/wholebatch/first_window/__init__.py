@@ -24,12 +24,13 @@ from torch.nn.parameter import is_lazy
 
 from wholebatch.batch.window import MicroBatch, Window
 from wholebatch.errors import OwnFault
+from wholebatch.first_window.cut_leaves import USER_ERRORS
 from wholebatch.first_window.identity import identity_of, state_of
 from wholebatch.first_window.proof import Proof, Unlike
 from wholebatch.first_window.quiet import quietly
 from wholebatch.first_window.sample import samples_of, split
 from wholebatch.first_window.trial import Trial
-from wholebatch.first_window.verdict import USER_ERRORS, Judge, NotTried
+from wholebatch.first_window.verdict import Judge, NotTried
 
 logger = logging.getLogger("wholebatch")
 logger.addHandler(logging.NullHandler())  # nothing is printed unless the user sets logging up

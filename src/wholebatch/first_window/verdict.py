@@ -12,24 +12,13 @@ from wholebatch.batch.window import MicroBatch, Window
 from wholebatch.errors import InexactError, LossError, SplitError, WholeBatchError
 from wholebatch.first_window import reasons
 from wholebatch.first_window.bends import refuse_bent
+from wholebatch.first_window.cut_leaves import USER_ERRORS, leaf_to_go_whole, named_whole, takes
 from wholebatch.first_window.levels import HeldStill
 from wholebatch.first_window.sample import Portion, TriedRows, others_of, sideways
 from wholebatch.first_window.trial import Trial, TrialOutcome
 from wholebatch.first_window.watch import alone, handed_on
 from wholebatch.first_window.words import named, of_draws, or_stated, verified
 from wholebatch.model.memory import is_out_of_memory, release
-
-USER_ERRORS = (
-    RuntimeError,
-    ValueError,
-    TypeError,
-    LookupError,
-    AttributeError,
-    ArithmeticError,
-    AssertionError,
-    OSError,
-)
-"""What code raises that was not written for so few rows, or not to be run in this way."""
 
 NOISE = 20
 """How many times the difference that the order of the rows makes still counts as rounding."""
@@ -114,7 +103,22 @@ class Judge:
             found = self._safely(other)
             if found is not None and found.is_finite:
                 return other, found
+        self._refuse_a_cut_leaf(sample)
         raise NotTried(f"{len(sample.whole)} rows could not be run as {sample.sizes} ({reason:.200})")
+
+    def _refuse_a_cut_leaf(self, sample: TriedRows) -> None:
+        """Refuse single rows that run only because a leaf that should go whole fits any one of them.
+
+        Micro-batches of more rows do not run then, and say so themselves.
+        """
+        lone = all(micro_batch.rows == 1 for micro_batch in self.micro_batches) and not self._ready_made
+        if not lone or self.trial.ranks.world > 1 or self.options.get("collate") is not None:
+            return
+        info, loss_fn, whole = self.trial.model_info, self.trial.loss_fn, named_whole(self.options)
+        if not takes(info, loss_fn, lambda: sample.cut(sample.whole)):
+            words = leaf_to_go_whole(info, loss_fn, self.batch, whole, sample.whole)
+            if words:
+                raise SplitError(words)
 
     def _verdict(self, sample: TriedRows, outcome: TrialOutcome) -> str:
         if outcome.adds_up:

@@ -7,23 +7,19 @@ micro-batch runs as soon as they do.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from wholebatch.batch.groups import group_of, said_of_groups
 from wholebatch.batch.places import said_of_places
-from wholebatch.batch.tree import BatchTree, Leaf, move
+from wholebatch.batch.tree import BatchTree
 from wholebatch.batch.window import MicroBatch, Window
 from wholebatch.errors import SplitError, WholeBatchError
-from wholebatch.first_window.verdict import USER_ERRORS
+from wholebatch.first_window.cut_leaves import USER_ERRORS, leaf_to_go_whole, named_whole, takes
 from wholebatch.gradient.setup import Setup
 from wholebatch.loss.terms import LossFunction
 from wholebatch.model.memory import is_out_of_memory
-from wholebatch.model.state import left_alone
-
-MOST = 16
-"""Up to how many leaves are tried one by one."""
 
 
 @contextmanager
@@ -55,50 +51,28 @@ def _refuse_cut_groups(
     setup: Setup, loss_fn: LossFunction, micro_batches: Sequence[MicroBatch], error: Exception
 ) -> None:
     first, rows = micro_batches[0], sum(micro_batch.rows for micro_batch in micro_batches)
-    group = group_of(lambda index: _takes(setup, loss_fn, lambda: first.cut(index)), rows, first.rows)
+    group = group_of(lambda index: takes(setup.model_info, loss_fn, lambda: first.cut(index)), rows, first.rows)
     if group:
         raise SplitError(said_of_groups(group, first.rows, by_length=bool(first.lengths))) from error
 
 
 def _note(setup: Setup, loss_fn: LossFunction, batch: Any, micro_batches: Sequence[MicroBatch]) -> str:
     """Try leaf after leaf whole in a micro-batch that fails; nothing if none explains it."""
-    named = setup.options.get("whole", ())
-    whole = (named,) if isinstance(named, str) else tuple(named)
-    leaves = [leaf for leaf in BatchTree(batch, whole).leaves if leaf.rows is not None and leaf.is_array]
-    if not leaves:
-        return ""
+    info, whole = setup.model_info, named_whole(setup.options)
     for index in (micro_batches[0].index, micro_batches[-1].index):
         if _runs(setup, loss_fn, batch, whole, index):
             continue
-        for leaf in leaves[:MOST] if len(leaves) > 1 else ():  # something has to be cut
-            if leaf.path and _runs(setup, loss_fn, batch, (*whole, leaf.path), index):
-                return _words(leaf, len(index))
-        rows = leaves[0].rows or 0
-        places = said_of_places(BatchTree(batch).leaves, rows)
-        fits = bool(places) and _runs(setup, loss_fn, batch, whole, range(rows))  # else it is an error of another kind
-        return f"wholebatch: {places}" if fits else ""
+        words = leaf_to_go_whole(info, loss_fn, batch, whole, index)
+        if not words:
+            tree = BatchTree(batch)
+            rows = next((leaf.rows for leaf in tree.leaves if leaf.rows is not None), 0)
+            places = said_of_places(tree.leaves, rows)
+            fits = bool(places) and _runs(setup, loss_fn, batch, whole, range(rows))  # else it is another error
+            words = places if fits else ""
+        return f"wholebatch: {words}" if words else ""
     return ""
 
 
 def _runs(setup: Setup, loss_fn: LossFunction, batch: Any, whole: tuple[str, ...], index: Sequence[int]) -> bool:
     """Tell whether the loss function takes some rows, with these leaves whole."""
-    return _takes(setup, loss_fn, lambda: BatchTree(batch, whole).take(index))
-
-
-def _takes(setup: Setup, loss_fn: LossFunction, make: Callable[[], Any]) -> bool:
-    """Tell whether the loss function takes a micro-batch."""
-    info = setup.model_info
-    try:
-        with left_alone(info):
-            loss_fn(info.model, move(make(), info.device))
-    except (*USER_ERRORS, MemoryError):
-        return False
-    return True
-
-
-def _words(leaf: Leaf, rows: int) -> str:
-    return (
-        f"wholebatch: {leaf} has as many entries as the batch has rows ({leaf.rows}), so it was cut, too: {rows} of "
-        "them in this micro-batch, which runs if it goes whole. If its entries are no rows, say "
-        f"whole=({leaf.path!r},)."
-    )
+    return takes(setup.model_info, loss_fn, lambda: BatchTree(batch, whole).take(index))
