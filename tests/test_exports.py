@@ -112,3 +112,7 @@ def test_the_api_page_shows_every_public_name() -> None:
     former = page.split("## Former names")[1]
     missing = [name for name in NAMES if name not in shown and f"`wb.{name}`" not in former]
     assert not missing, f"docs/api.md lacks {missing}"
+
+
+def test_who_cites_it_cites_this_version() -> None:
+    assert f"\nversion: {wb.__version__}\n" in (ROOT / "CITATION.cff").read_text()

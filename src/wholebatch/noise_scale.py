@@ -83,7 +83,7 @@ class NoiseEstimate:
         items: the same in what the loss averages over (tokens, boxes); NaN for a loss of several denominators.
         items_error: its standard error.
         variance: V, what one row adds to the squared length of the noise.
-        square: |G|^2, the squared length of the true gradient.
+        square: the squared length of the true gradient G.
         windows: how many windows it rests on.
         reason: why the last window that was to be measured could not be, or None.
     """

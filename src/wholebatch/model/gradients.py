@@ -311,14 +311,15 @@ def all_or_nothing(work: Callable[[GradientAccumulator], T]) -> T:
         ...     print(weight.grad)
         tensor([1.])
     """
-    gradients, learns = GradientAccumulator(), torch.is_grad_enabled()
+    gradients, learns, done = GradientAccumulator(), torch.is_grad_enabled(), False
     try:
         result = work(gradients)
-        gradients.open = False  # not by a call: an interrupt could come between its end and ours
+        gradients.open, done = False, True  # not by a call: an interrupt could come between its end and ours
         return result
     finally:
-        if gradients.open:
+        if not done:
             torch.set_grad_enabled(learns)  # torch's own blocks do not set it back if they are interrupted as they end
+        if gradients.open:
             gradients.take_back()
 
 

@@ -105,15 +105,14 @@ class Snapshot:
         Returns:
             What has moved and was too large to be copied: it stays as it is now.
         """
+        if draws:
+            self._random.restore_random()  # first, since it needs no memory: what follows compares, and may lack some
         for holder, saved in self._held:
             now = holder.read()
             if now.keys() != saved.keys() or any(now[key] is not value for key, value in saved.items()):
                 holder.write(saved)
         contents = [each for each in self._contents.values() if draws or each.kind != "generator"]
-        lost = [Moved(each.name, each.kind) for each in contents if not each.restore()]
-        if draws:
-            self._random.restore_random()
-        return lost
+        return [Moved(each.name, each.kind) for each in contents if not each.restore()]
 
     def _look(self, roots: list[tuple[str, Any]]) -> None:
         """Go through all that can be reached, breadth first."""
