@@ -64,9 +64,9 @@ def _note(setup: Setup, loss_fn: LossFunction, batch: Any, micro_batches: Sequen
             continue
         words = leaf_to_go_whole(info, loss_fn, batch, whole, index)
         if not words:
-            tree = BatchTree(batch)
-            rows = next((leaf.rows for leaf in tree.leaves if leaf.rows is not None), 0)
-            places = said_of_places(tree.leaves, rows)
+            cut = [leaf.rows for leaf in BatchTree(batch, whole).leaves if leaf.rows is not None and leaf.is_array]
+            rows = cut[0] if cut else 0
+            places = said_of_places(BatchTree(batch).leaves, rows) if cut else ""
             fits = bool(places) and _runs(setup, loss_fn, batch, whole, range(rows))  # else it is another error
             words = places if fits else ""
         return f"wholebatch: {words}" if words else ""
