@@ -48,6 +48,19 @@ def overhead(result: Result) -> list[str]:
     return [*lines, "", f"{measured_on(result)}, pairs of steps in turn (`benchmarks/overhead.py`)."]
 
 
+def noise_overhead(result: Result) -> list[str]:
+    lines = [
+        "| model | a step | with its noise measured / without, median (quartiles) | CPU time |",
+        "|---|---|---|---|",
+    ]
+    for row in result["rows"]:
+        wall, cpu = (f"{r['median']:.3f} ({r['low']:.3f} to {r['high']:.3f})" for r in (row["ratio"], row["cpu_ratio"]))
+        lines.append(f"| {row['model']} | {row['milliseconds']:.3g} ms | {wall} | {cpu} |")
+    every = result["settings"]["every"]
+    how = f"Every {every}th window measured, in stretches of {every} steps in turn"
+    return [*lines, "", f"{how}; {measured_on(result)} (`benchmarks/overhead.py`)."]
+
+
 def variable_length(result: Result) -> list[str]:
     corpora = list(dict.fromkeys(row["corpus"] for row in result["rows"]))
     heads = [f"{corpus}: {what}" for corpus in corpora for what in ("padding", "tokens/s", "wholebatch is")]
@@ -269,6 +282,7 @@ TABLES: dict[str, Callable[[Result], list[str]]] = {
     "long_rows": long_rows,
     "longest_rows": longest_rows,
     "memory": memory,
+    "noise_overhead": noise_overhead,
     "overhead": overhead,
     "precision": precision,
     "ranks": ranks,

@@ -102,12 +102,9 @@ def plan(arguments: list[str]) -> int:
 
 def batch_size(arguments: list[str]) -> int:
     """Say which batch a run should have."""
-    import tyro
+    from wholebatch.train.batch_size_command import advise, asked
 
-    import wholebatch.train  # noqa: F401, says what is missing of the program
-    from wholebatch.train.batch_size_command import Question, advise
-
-    advise(tyro.cli(Question, prog="wholebatch batch-size", args=arguments))
+    advise(asked(arguments))
     return 0
 
 

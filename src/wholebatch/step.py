@@ -20,7 +20,7 @@ from wholebatch.errors import LossError, NonFiniteError, plainly
 from wholebatch.gradient.coupled import CoupledLoss, accumulate_coupled, checked_for_all_rows
 from wholebatch.gradient.result import Pending, Result
 from wholebatch.gradient.separable import accumulate
-from wholebatch.loss.counts import Count, precise
+from wholebatch.loss.counts import precise, tensor_of
 from wholebatch.loss.terms import LossFunction
 from wholebatch.model.flat_gradients import Buffers
 from wholebatch.model.gradients import GradientAccumulator, all_or_nothing
@@ -250,11 +250,11 @@ class Step:
         """Learn the gradient's norm, the loss and whether there were items: the one wait for the device."""
         loss = pending.result.loss
         wide = precise(loss.device)
-        norm = pending.gradients.norm(loss.device).to(wide) * _tensor(pending.coefficient, loss.device, wide).abs()
+        norm = pending.gradients.norm(loss.device).to(wide) * tensor_of(pending.coefficient, loss.device, wide).abs()
         if self.scaler is not None:
             norm = norm / self.scaler.scale(torch.ones((), device=loss.device))
         told = [norm, loss, pending.alive, *pending.flags.values]
-        numbers = torch.stack([_tensor(number, loss.device, wide) for number in told]).tolist()
+        numbers = torch.stack([tensor_of(number, loss.device, wide) for number in told]).tolist()
         pending.flags.settle(numbers[3:])
         return numbers[0], numbers[1], bool(numbers[2])
 
@@ -389,7 +389,3 @@ def _first_non_finite(pending: Pending) -> str:
         if not all(math.isfinite(float(total)) for total in totals):
             return f"; the first loss that is not finite is that of micro-batch {i} of {len(pending.losses)}"
     return ""
-
-
-def _tensor(number: Count, device: torch.device, dtype: torch.dtype) -> Tensor:
-    return torch.as_tensor(number, dtype=dtype, device=device)

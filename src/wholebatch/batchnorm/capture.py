@@ -26,6 +26,7 @@ from torch.utils import _pytree as pytree
 from wholebatch.batchnorm.model_call import ModelCall
 from wholebatch.batchnorm.operations import AnySize
 from wholebatch.errors import InexactError
+from wholebatch.model.gradient_hooks import KINDS
 from wholebatch.model.state import State
 
 
@@ -136,11 +137,10 @@ _PURE_HOOKS = ("torch.nn.utils.",)
 
 
 def _refuse_hooks(model: nn.Module) -> None:
-    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     hooked = [
         f"{name or type(model).__name__} ({getattr(hook, '__qualname__', type(hook).__qualname__)})"
         for name, module in model.named_modules()
-        for kind in kinds
+        for kind in KINDS
         for hook in getattr(module, kind).values()
         if not (getattr(hook, "__module__", None) or type(hook).__module__).startswith(_PURE_HOOKS)
     ]

@@ -47,6 +47,13 @@ def takes(model_info: ModelInfo, loss_fn: LossFunction, make: Callable[[], Any])
     return True
 
 
+def runs(
+    model_info: ModelInfo, loss_fn: LossFunction, batch: Any, whole: tuple[str, ...], index: Sequence[int]
+) -> bool:
+    """Tell whether the loss function takes some rows, with these leaves whole."""
+    return takes(model_info, loss_fn, lambda: BatchTree(batch, whole).take(index))
+
+
 def leaf_to_go_whole(
     model_info: ModelInfo, loss_fn: LossFunction, batch: Any, whole: tuple[str, ...], index: Sequence[int]
 ) -> str:
@@ -58,8 +65,7 @@ def leaf_to_go_whole(
     """
     leaves = [leaf for leaf in BatchTree(batch, whole).leaves if leaf.rows is not None and leaf.is_array]
     for leaf in leaves[:MOST] if len(leaves) > 1 else ():  # something has to be cut
-        now = (*whole, leaf.path)
-        if leaf.path and takes(model_info, loss_fn, lambda now=now: BatchTree(batch, now).take(index)):  # type: ignore[misc]
+        if leaf.path and runs(model_info, loss_fn, batch, (*whole, leaf.path), index):
             return _words(leaf, len(index))
     return ""
 

@@ -136,11 +136,12 @@ class FixedDraws(OperatorMode):
     def _without_dropout(self, schema: Any, args: Any) -> list[Any]:
         changed = list(args)
         for place, argument in enumerate(schema.arguments[: len(changed)]):
-            if argument.name in DROPOUT_ARGUMENTS and isinstance(changed[place], float):
-                if changed[place]:
-                    with self._drawing(schema.name.rpartition("::")[2].strip("_"), args):
-                        pass
-                changed[place] = 0.0
+            if argument.name not in DROPOUT_ARGUMENTS or not isinstance(changed[place], float):
+                continue
+            if changed[place]:
+                with self._drawing(schema.name.rpartition("::")[2].strip("_"), args):
+                    pass
+            changed[place] = 0.0
         return changed
 
     def _fixed(self, function: Any, args: Any, kwargs: Any) -> Any:

@@ -64,22 +64,26 @@ class Judge:
         reason, beside = "", samples[0].beside
         for sample in (*samples, *beside):
             try:
-                sample, outcome = self._tried(sample)
-                _refuse_steps(outcome)
-                _refuse_redrawn(outcome)
-                self._refuse_unserved_batch_norm(outcome)
-                reason = outcome.empty
-                if not reason:
-                    said = self._verdict(sample, outcome)
-                    self.tried = sample.cut
-                    if not self._try_beside(beside) and outcome.own:
-                        self._try_beside([sample])
-                    return said
+                return self._said_of(sample, beside)
             except DrawnElsewhere:
                 raise
             except NotTried as error:
                 reason = str(error)
         raise NotTried(reason)
+
+    def _said_of(self, sample: TriedRows, beside: Sequence[TriedRows]) -> str:
+        """Say what one sample has shown."""
+        sample, outcome = self._tried(sample)
+        _refuse_steps(outcome)
+        _refuse_redrawn(outcome)
+        self._refuse_unserved_batch_norm(outcome)
+        if outcome.empty:
+            raise NotTried(outcome.empty)
+        said = self._verdict(sample, outcome)
+        self.tried = sample.cut
+        if not self._try_beside(beside) and outcome.own:
+            self._try_beside([sample])
+        return said
 
     def _tried(self, sample: TriedRows) -> tuple[TriedRows, TrialOutcome]:
         """Run a sample, or one like it that can be run: fewer rows, halves, or rows that belong together kept so."""

@@ -34,7 +34,7 @@ from wholebatch.gradient.out_of_memory import OutOfMemoryRetry, Record, RestartW
 from wholebatch.gradient.passes import Backwards, Forwards
 from wholebatch.gradient.result import Pending, Result
 from wholebatch.gradient.setup import Setup, refuse_no_model, set_up
-from wholebatch.gradient.share_norms import share_norms
+from wholebatch.gradient.share_norms import averaged, share_norms
 from wholebatch.gradient.whole_leaves import noted_whole_leaves
 from wholebatch.loss.counts import Count
 from wholebatch.loss.denominators import (
@@ -191,8 +191,7 @@ class _WindowRun:
             looks_at_buffers=options.get("batch_norm") is None,
         )
         seeds = BackwardSeeds(setup.scaler, ranks.divides, drops_empty=ranks.world == 1)
-        self.averaged = _averaged(setup, also)
-        self.noise = share_norms(setup, self.averaged, self.window.meets)
+        self.also, self.noise = also, share_norms(setup, also, self.window.meets)
         self.backwards = Backwards(info, seeds, gradients, ranks, self.travel, watch, self.noise)
         gradients.include(ranks.leaves())
 
@@ -353,7 +352,8 @@ class _WindowRun:
         with self.gradients.paused():
             self.proof.finish()
         here = tally.sums()
-        here.schema = replace(here.schema, measured=self.noise.measures)
+        if self.noise.measures:
+            here.schema = replace(here.schema, measured=True)
         sums = self._agreed(here, denominators, ran)
         factor = self._travelled(waiting, denominators, sums)
         self.window.commit()
@@ -403,15 +403,8 @@ class _WindowRun:
     def _measure(self, sums: LossTotals, factor: Count) -> None:
         """Learn how far the shares of all ranks scatter; every rank takes part if one of them measures."""
         numbers = self.noise.numbers(sums)
-        square = total_norm(self.gradients.held(self.averaged), numbers.device).square()
+        square = total_norm(self.gradients.held(averaged(self.setup, self.also)), numbers.device).square()
         self.noise.learn(self.ranks.total(numbers), square, sums, factor)
-
-
-def _averaged(setup: Setup, also: Sequence[Tensor]) -> list[Tensor]:
-    """List the parameters of model and optimizer whose gradient is one and the same on all ranks."""
-    apart = {id(parameter) for parameter in setup.ranks.alone}
-    found = {id(p): p for p in (*setup.model_info.parameters, *also) if p.requires_grad and id(p) not in apart}
-    return list(found.values())
 
 
 def _travel_of(setup: Setup, meets: bool) -> Travel:

@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from wholebatch.gradient.setup import Setup
-from wholebatch.loss.counts import Count, precise
+from wholebatch.loss.counts import Count, precise, tensor_of
 from wholebatch.loss.terms import ParsedLoss, TermKey
-from wholebatch.loss.totals import KNOWN, LossTotals
+from wholebatch.loss.totals import KNOWN, LossTotals, quotient
 from wholebatch.noise_scale import NoiseScale
 
 NUMBERS = 7
@@ -111,7 +111,9 @@ class ShareNorms(Unmeasured):
 
     def __init__(self, noise: NoiseScale, setup: Setup, parameters: Sequence[Tensor]) -> None:
         self._noise, self._setup, self._parameters = noise, setup, parameters
-        self._device = setup.model_info.device or torch.device("cpu")
+        # Of a model on several devices, that of its first parameter: nothing is read back to the host.
+        self._device = setup.model_info.device or next((p.device for p in parameters), torch.device("cpu"))
+        self._wide = precise(self._device)
         self._shares: list[_Share] = []
         self._waiting: dict[int, _Share] = {}
         self._now: _Share | None = None
@@ -147,8 +149,7 @@ class ShareNorms(Unmeasured):
     def ends(self) -> None:
         """Join the lengths of all parameters' parts."""
         if self._now is not None and self._lengths:
-            wide = precise(self._device)
-            lengths = [length.to(self._device, wide, non_blocking=True) for length in self._lengths.values()]
+            lengths = [length.to(self._device, self._wide) for length in self._lengths.values()]
             self._now.square = torch.stack(lengths).square().sum()
         self._now = None
 
@@ -179,7 +180,7 @@ class ShareNorms(Unmeasured):
             in parts; 1. Here u is the fraction of a micro-batch in the terms that count their items.
         """
         counted = {key for key, kind in sums.schema.terms if kind not in KNOWN}
-        found = torch.zeros(NUMBERS, dtype=precise(self._device), device=self._device)
+        found = torch.zeros(NUMBERS, dtype=self._wide, device=self._device)
         for share in self._shares:
             fraction = self._fraction(share, sums, counted)
             square = 0.0 if share.square is None else share.square
@@ -204,9 +205,9 @@ class ShareNorms(Unmeasured):
         kinds = [kind for _, kind in sums.schema.terms]
         steady = kinds.count("one") / max(len(kinds), 1)  # in terms without a count every row is as good as another
         spread = rows * squares + 2 * steady * fractions + steady**2
-        unit = _tensor(factor, rows) ** 2 / self._scale(rows) ** 2
+        unit = self._on(factor) ** 2 / self._scale(rows) ** 2
         complete = (parts == 0) & (ranks == self._setup.ranks.world)
-        told = [rows * shares * unit, spread, micro_batches, rows, _items_of(sums, rows), square.to(rows) * unit]
+        told = [rows * shares * unit, spread, micro_batches, rows, self._on(_items_of(sums)), square.to(rows) * unit]
         self._found = torch.stack([*told, complete.to(rows)])
         self._once = "once" in kinds
 
@@ -222,11 +223,12 @@ class ShareNorms(Unmeasured):
 
     def _fraction(self, share: _Share, sums: LossTotals, counted: set[TermKey]) -> Count:
         """Return which part of the batch's items a micro-batch has, averaged over the terms."""
-        found: Count = 0.0
-        for key in counted & share.counts.keys():
-            whole = sums.denominator(key, "mean")
-            found = found + _ratio(share.counts[key], whole)
-        return found / max(len(sums.schema.terms), 1)
+        wholes = {key: sums.denominator(key, "mean") for key in counted & share.counts.keys()}
+        parts = [quotient(self._on(share.counts[key]), self._on(whole)) for key, whole in wholes.items()]
+        return sum(parts, start=0.0) / max(len(sums.schema.terms), 1)
+
+    def _on(self, number: Count) -> Tensor:
+        return tensor_of(number, self._device, self._wide)
 
     def _scale(self, like: Tensor) -> Tensor:
         """Return what the losses were multiplied with."""
@@ -234,18 +236,28 @@ class ShareNorms(Unmeasured):
         return one if self._setup.scaler is None else self._setup.scaler.scale(one)
 
 
-def share_norms(setup: Setup, parameters: Sequence[Tensor], meets: bool) -> Unmeasured:
-    """Return what measures a window's shares, if its noise is asked for and can be measured.
+def averaged(setup: Setup, also: Sequence[Tensor]) -> list[Tensor]:
+    """List the parameters of model and optimizer whose gradient is one and the same on all ranks."""
+    apart = {id(parameter) for parameter in setup.ranks.alone}
+    found = {id(p): p for p in (*setup.model_info.parameters, *also) if p.requires_grad and id(p) not in apart}
+    return list(found.values())
+
+
+def share_norms(setup: Setup, also: Sequence[Tensor], meets: bool) -> Unmeasured:
+    """Return what measures a window's shares, if its noise is asked for, due, and can be measured.
 
     Args:
-        parameters: whose gradient it is, one and the same on all ranks.
+        also: parameters besides those of the model.
         meets: whether rows of several micro-batches meet.
     """
     noise = setup.options.get("noise_scale")
     if noise is None:
         return Unmeasured()
-    reason = _reason(setup, parameters, meets) if noise.due else None
-    return ShareNorms(noise, setup, parameters) if noise.due and reason is None else Passing(noise, reason)
+    if not noise.due:
+        return Passing(noise)
+    parameters = averaged(setup, also)
+    reason = _reason(setup, parameters, meets)
+    return ShareNorms(noise, setup, parameters) if reason is None else Passing(noise, reason)
 
 
 def _reason(setup: Setup, parameters: Sequence[Tensor], meets: bool) -> str | None:
@@ -266,20 +278,8 @@ def _length(gradient: Tensor) -> Tensor:
     return length
 
 
-def _ratio(count: Count, whole: Count) -> Count:
-    if isinstance(count, Tensor) or isinstance(whole, Tensor):
-        device = next(each.device for each in (count, whole) if isinstance(each, Tensor))
-        part, of = (torch.as_tensor(each, dtype=precise(device)).to(device) for each in (count, whole))
-        return torch.where(of != 0, part / of, 0.0)
-    return count / whole if whole else 0.0
-
-
-def _items_of(sums: LossTotals, like: Tensor) -> Tensor:
+def _items_of(sums: LossTotals) -> Count:
     """Return the one denominator of a loss, not a number if it has several."""
     found = [sums.denominator(key, kind) for key, kind in sums.schema.terms if kind not in KNOWN]
     alike = len(found) == 1 or (bool(found) and all(isinstance(each, float) and each == found[0] for each in found))
-    return _tensor(found[0] if alike else math.nan, like)
-
-
-def _tensor(number: Count, like: Tensor) -> Tensor:
-    return torch.as_tensor(number, dtype=like.dtype).to(like.device)
+    return found[0] if alike else math.nan

@@ -16,7 +16,7 @@ from wholebatch.batch.places import said_of_places
 from wholebatch.batch.tree import BatchTree
 from wholebatch.batch.window import MicroBatch, Window
 from wholebatch.errors import SplitError, WholeBatchError
-from wholebatch.first_window.cut_leaves import USER_ERRORS, leaf_to_go_whole, named_whole, takes
+from wholebatch.first_window.cut_leaves import USER_ERRORS, leaf_to_go_whole, named_whole, runs, takes
 from wholebatch.gradient.setup import Setup
 from wholebatch.loss.terms import LossFunction
 from wholebatch.model.memory import is_out_of_memory
@@ -60,19 +60,14 @@ def _note(setup: Setup, loss_fn: LossFunction, batch: Any, micro_batches: Sequen
     """Try leaf after leaf whole in a micro-batch that fails; nothing if none explains it."""
     info, whole = setup.model_info, named_whole(setup.options)
     for index in (micro_batches[0].index, micro_batches[-1].index):
-        if _runs(setup, loss_fn, batch, whole, index):
+        if runs(info, loss_fn, batch, whole, index):
             continue
         words = leaf_to_go_whole(info, loss_fn, batch, whole, index)
         if not words:
             cut = [leaf.rows for leaf in BatchTree(batch, whole).leaves if leaf.rows is not None and leaf.is_array]
             rows = cut[0] if cut else 0
             places = said_of_places(BatchTree(batch).leaves, rows) if cut else ""
-            fits = bool(places) and _runs(setup, loss_fn, batch, whole, range(rows))  # else it is another error
+            fits = bool(places) and runs(info, loss_fn, batch, whole, range(rows))  # else it is another error
             words = places if fits else ""
         return f"wholebatch: {words}" if words else ""
     return ""
-
-
-def _runs(setup: Setup, loss_fn: LossFunction, batch: Any, whole: tuple[str, ...], index: Sequence[int]) -> bool:
-    """Tell whether the loss function takes some rows, with these leaves whole."""
-    return takes(setup.model_info, loss_fn, lambda: BatchTree(batch, whole).take(index))

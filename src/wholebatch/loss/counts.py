@@ -21,6 +21,11 @@ def precise(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
 
 
+def tensor_of(number: Count, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """Return a number as a tensor of a device."""
+    return torch.as_tensor(number, dtype=dtype).to(device)
+
+
 def power_of_two(number: Count) -> Count:
     """Round up to a power of two of at least 1: a divisor that costs no digit."""
     if isinstance(number, Tensor):

@@ -53,6 +53,13 @@ def rounding_of(dtype: torch.dtype) -> Rounding:
     return ROUNDING.get(dtype, ROUNDING[shorter])
 
 
+def tolerance_of(tensors: Sequence[Tensor]) -> float:
+    """Say how far apart values may be that were made in parts, in the shortest precision among them."""
+    shortest = min((tensor.dtype for tensor in tensors), key=lambda dtype: dtype.itemsize)
+    on_host = all(tensor.device.type == "cpu" for tensor in tensors)
+    return rounding_of(shortest).parts if on_host else max(rounding_of(shortest).parts, ON_DEVICES)
+
+
 def summed(rounding: float, micro_batches: int) -> float:
     """Say what rounding explains after so many micro-batches have been added up: errors grow with their square root."""
     return rounding * math.sqrt(max(micro_batches, 4)) / 2

@@ -5,13 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.modules import module as modules
 
 from wholebatch.model.inspection import ModelInfo
 
 EVERYWHERE = ("_global_backward_hooks", "_global_backward_pre_hooks")
 """Where torch keeps the hooks of all modules."""
+
+
+KINDS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+"""Where torch keeps the hooks of one module."""
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Tell whether anything listens to a module."""
+    return any(vars(module).get(kind) for kind in KINDS)
 
 
 def hooks_that_read(model_info: ModelInfo, parameters: Iterable[Tensor]) -> list[Callable[..., Any]]:

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 from wholebatch.errors import LossError
 from wholebatch.loss.linear_head import causal_lm_head, uncompiled
-from wholebatch.model.comparison import ON_DEVICES, distance, rounding_of
+from wholebatch.model.comparison import distance, tolerance_of
+from wholebatch.model.gradient_hooks import has_hooks
 
 TRIED = 32
 """How many positions of up to two rows a loss function is tried on."""
@@ -164,7 +165,7 @@ class _Forward:
         labels = kwargs.get("labels")
         if labels is None and args:
             labels = inspect.signature(self._own).bind_partial(*args, **kwargs).arguments.get("labels")
-        if labels is None or not torch.is_grad_enabled() or _has_hooks(self._of.head):
+        if labels is None or not torch.is_grad_enabled() or has_hooks(self._of.head):
             return self._own(*args, **kwargs)
         return self._deferred(*args, **kwargs)
 
@@ -233,8 +234,7 @@ class _Loss:
             ours = found(lambda leaf: _loss_of(logits, leaf, **tried))
         except (RuntimeError, ValueError, TypeError, IndexError) as error:
             return f"its loss function cannot be tried on a few positions: {str(error).splitlines()[0]:.120}"
-        tolerance = rounding_of(min((t.dtype for t in expected), key=lambda dtype: dtype.itemsize)).parts
-        tolerance = tolerance if hidden.device.type == "cpu" else max(tolerance, ON_DEVICES)
+        tolerance = tolerance_of(expected)
         same = all(distance([a], [b]) <= tolerance for a, b in zip(ours, expected, strict=True))
         return "" if same else f"{getattr(self._own, '__name__', 'its loss function')} is another loss"
 
@@ -279,11 +279,6 @@ def causal_heads(model: nn.Module) -> dict[str, CausalHead]:
             path = next((each for each, part in module.named_modules() if part is head), "head")
             found.setdefault(id(head), (f"{name}.{path}" if name else path, CausalHead(module, head)))
     return dict(found.values())
-
-
-def _has_hooks(module: nn.Module) -> bool:
-    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    return any(vars(module).get(kind) for kind in kinds)
 
 
 def _said(what: str) -> str:

@@ -24,7 +24,8 @@ from wholebatch.first_window.draws import FixedDraws
 from wholebatch.first_window.levels import Draw, Levels
 from wholebatch.first_window.quiet import quietly
 from wholebatch.loss.linear_head import uncompiled
-from wholebatch.model.comparison import ON_DEVICES, distance, rounding_of
+from wholebatch.model.comparison import distance, tolerance_of
+from wholebatch.model.gradient_hooks import has_hooks
 from wholebatch.model.inspection import ModelInfo
 from wholebatch.model.memory import counting_again, is_out_of_memory
 from wholebatch.model.snapshot import Snapshot
@@ -91,7 +92,7 @@ class Tile:
     def _refusal(self, call: _Call) -> str:
         """Say why this call does not run in tiles, after a trial where it is the first of its kind."""
         inner = [each for each in self._module.modules() if each is not self._module or self._method != "forward"]
-        if any(_has_hooks(each) for each in inner):
+        if any(has_hooks(each) for each in inner):
             return self.refusals.setdefault("hooks", "a hook inside looks at all positions together")
         key = (call.kind, tuple(each.training for each in self._module.modules()))
         if key not in self.refusals:
@@ -216,8 +217,7 @@ class _Trial:
                 return parts
             if parts[1] != whole[1]:
                 return "it draws the same random numbers for many positions"
-            tolerance = rounding_of(_shortest(whole[0])).parts
-            tolerance = tolerance if sample[0].device.type == "cpu" else max(tolerance, ON_DEVICES)
+            tolerance = tolerance_of(whole[0])
             if any(not distance([a], [b]) <= tolerance for a, b in zip(parts[0], whole[0], strict=True)):
                 return "positions meet in it"
         return ""
@@ -244,17 +244,8 @@ class _Trial:
         return [whole.detach(), *gradients], levels.drawn
 
 
-def _shortest(tensors: list[Tensor]) -> torch.dtype:
-    return min((tensor.dtype for tensor in tensors), key=lambda dtype: dtype.itemsize)
-
-
 @contextmanager
 def _no_saved_hooks() -> Iterator[None]:
     """Save for a trial's backward where torch saves: it is no part of what the caller counts or moves."""
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor.detach(), lambda tensor: tensor):
         yield
-
-
-def _has_hooks(module: nn.Module) -> bool:
-    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    return any(vars(module).get(kind) for kind in kinds)

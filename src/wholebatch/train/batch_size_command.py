@@ -25,7 +25,7 @@ import wholebatch as wb
 from wholebatch.planning.arrangement import counted
 from wholebatch.train import checkpoint, config
 from wholebatch.train.checkpoint import Checkpoint
-from wholebatch.train.config import Config
+from wholebatch.train.config import DEFAULT_BATCH, Config
 from wholebatch.train.errors import ConfigError, RunError
 from wholebatch.train.folder import CONFIG, RunFolder
 from wholebatch.train.plan_command import Advice, show
@@ -98,6 +98,11 @@ class Branch:
     def judged(self) -> float:
         """The loss by which branches are compared: on the held-out rows, where the task measures one there."""
         return next((self.held_out[name] for name in LOSSES if name in self.held_out), self.loss)
+
+
+def asked(arguments: Sequence[str]) -> Question:
+    """Read a question from the command line."""
+    return tyro.cli(Question, prog="wholebatch batch-size", args=arguments)
 
 
 def advise(question: Question, stream: TextIO | None = None) -> None:
@@ -215,9 +220,9 @@ def _branches(question: Question, settings: Config, stream: TextIO) -> list[Bran
         raise RunError(
             f"{question.run} was saved in shards, which one process does not read. Take a run without --parallel fsdp."
         )
-    now = wb.BatchSchedule(settings.batch_size).smallest if isinstance(settings.batch_size, int) else 0
-    records = [record for record in RunFolder(question.run).records() if record["step"] <= saved.step]
-    now = now or (records[-1]["rows"] if records else 64)
+    rows_of_late = [each["rows"] for each in RunFolder(question.run).records() if each["step"] <= saved.step][-2:]
+    # Of a batch that grows, the last that was full: an epoch's last may be short, and no two of these come together.
+    now = settings.batch_size if isinstance(settings.batch_size, int) else max(rows_of_late, default=DEFAULT_BATCH)
     sizes = sorted(set(question.sizes or [max(1, now * times // 4) for times in (1, 2, 4, 8, 16)]))
     rows = question.rows or 32 * max(sizes)
     found = []
