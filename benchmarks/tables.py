@@ -55,7 +55,8 @@ def noise_overhead(result: Result) -> list[str]:
     ]
     for row in result["rows"]:
         wall, cpu = (f"{r['median']:.3f} ({r['low']:.3f} to {r['high']:.3f})" for r in (row["ratio"], row["cpu_ratio"]))
-        lines.append(f"| {row['model']} | {row['milliseconds']:.3g} ms | {wall} | {cpu} |")
+        step = row["milliseconds"]
+        lines.append(f"| {row['model']} | {step:{',.0f' if step >= 100 else '.3g'}} ms | {wall} | {cpu} |")
     every = result["settings"]["every"]
     how = f"Every {every}th window measured, in stretches of {every} steps in turn"
     return [*lines, "", f"{how}; {measured_on(result)} (`benchmarks/overhead.py`)."]
