@@ -42,6 +42,7 @@ docs: .venv/.dev
 bench: .venv/.bench
 	$(BIN)/python benchmarks/exactness.py
 	$(BIN)/python benchmarks/overhead.py
+	$(BIN)/python benchmarks/overhead.py --noise
 	$(BIN)/python benchmarks/variable_length.py
 	$(BIN)/python benchmarks/memory.py
 	$(BIN)/python benchmarks/recovery.py

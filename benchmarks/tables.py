@@ -59,7 +59,7 @@ def noise_overhead(result: Result) -> list[str]:
         lines.append(f"| {row['model']} | {step:{',.0f' if step >= 100 else '.3g'}} ms | {wall} | {cpu} |")
     every = result["settings"]["every"]
     how = f"Every {every}th window measured, in stretches of {every} steps in turn"
-    return [*lines, "", f"{how}; {measured_on(result)} (`benchmarks/overhead.py`)."]
+    return [*lines, "", f"{how}; {measured_on(result)} (`benchmarks/overhead.py --noise`)."]
 
 
 def variable_length(result: Result) -> list[str]:
